@@ -1,0 +1,59 @@
+"""The evaluation table: one row a sample, keyed by sample index, in dataset order, on any P."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Columns = dict[str, np.ndarray[Any, Any]]
+
+
+class Rows:
+    """The rows that one process scores; kept on the device until all batches are through."""
+
+    def __init__(self) -> None:
+        self._indices: list[int] = []
+        self._columns: dict[str, list[Tensor]] = {}
+
+    def add(self, indices: list[int], columns: Mapping[str, Tensor]) -> None:
+        self._indices += indices
+        for name, column in columns.items():
+            if len(column) != len(indices):
+                raise ValueError(
+                    f"the task's score returned {len(column)} rows in column {name!r} for a batch "
+                    f"of {len(indices)} samples; a column has one row a sample"
+                )
+            self._columns.setdefault(name, []).append(column)
+
+    def columns(self) -> Columns:
+        table = {name: _to_numpy(torch.cat(parts)) for name, parts in self._columns.items()}
+        return {"index": np.array(self._indices, dtype=np.int64), **table}
+
+
+def merge(parts: Iterable[Columns]) -> Columns:
+    """One table from every process's rows, sorted by sample index, repeated rows dropped."""
+    tables = list(parts)
+    table = {name: np.concatenate([part[name] for part in tables]) for name in tables[0]}
+    _, first = np.unique(table["index"], return_index=True)
+    return {name: column[first] for name, column in table.items()}
+
+
+def write_predictions(path: Path, table: Columns) -> None:
+    """The table as Parquet; a column of shape (n, k) becomes one of lists."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    arrays = {k: v if v.ndim == 1 else v.reshape(len(v), -1).tolist() for k, v in table.items()}
+    temporary = path.with_suffix(".tmp")
+    pq.write_table(pa.table(arrays), temporary)
+    temporary.replace(path)
+
+
+def _to_numpy(column: Tensor) -> np.ndarray[Any, Any]:
+    column = column.detach().cpu()
+    return column.double().numpy() if column.is_floating_point() else column.numpy()

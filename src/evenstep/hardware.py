@@ -1,0 +1,156 @@
+"""The hardware a run is launched on: the guard, the Accelerator, rehearsal on CPU, and what
+processes have to say to each other outside of gradients.
+
+Accelerate starts silently wrong in several ways on a machine without an accelerator (one process
+where two were asked for, or two that each believe to be alone); every such launch ends here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.utils import GradientAccumulationPlugin
+
+_REHEARSAL = (
+    "REHEARSAL: this machine has no accelerator, so the run takes place in {} process(es) on its "
+    "CPU. The result is what the hardware file would give; the speed is not."
+)
+
+
+class LaunchError(ValueError):
+    """A launch that would not do what its hardware file says; the text is the one-line fix."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The Accelerator, and a channel on the CPU for counts, flags and tables.
+
+    The channel is a gloo group of its own, so that reading a count never waits for the GPU.
+    """
+
+    accelerator: Accelerator
+    channel: dist.ProcessGroup | None
+
+    @property
+    def num_processes(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    @property
+    def rank(self) -> int:
+        return int(self.accelerator.process_index)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.accelerator.device)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *values: int) -> list[int]:
+        """Each value summed over all processes: the same list everywhere."""
+        if self.channel is None:
+            return list(values)
+        totals = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(totals, group=self.channel)
+        return [int(total) for total in totals]
+
+    def gather(self, value: Any) -> list[Any]:
+        """One value a process, in order of rank, on the main process; [] elsewhere."""
+        if self.channel is None:
+            return [value]
+        gathered = [None] * self.num_processes if self.is_main else None
+        dist.gather_object(value, gathered, dst=0, group=self.channel)
+        return gathered or []
+
+    def from_main(self, value: Any) -> Any:
+        """The main process's value, on every process."""
+        if self.channel is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.channel)
+        return box[0]
+
+    def seed(self, seed: int) -> None:
+        """Seed the CPU's and the device's generators, as dropout is about to draw from them."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
+
+
+def start(*, precision: str, log_with: list[str]) -> Hardware:
+    """Check the launch, then make the Accelerator. Raises LaunchError."""
+    check_settings(os.environ, precision)
+    no_accelerator = not torch.accelerator.is_available()
+    accelerator = Accelerator(
+        cpu=no_accelerator,
+        mixed_precision="no",  # autocast is ours: a strategy must not change the precision
+        log_with=log_with or None,
+        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
+        # A plugin, since ACCELERATE_GRADIENT_ACCUMULATION_STEPS beats the plain argument; 1, since
+        # the loop counts micro-batches itself; and no sync at the end of a loader, which would end
+        # an accumulation early when micro-batches are read ahead.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=1, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    check_processes(os.environ, accelerator.num_processes)
+    _pin_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if no_accelerator and not _meant_for_cpu(os.environ) and accelerator.is_main_process:
+        print(_REHEARSAL.format(accelerator.num_processes), flush=True)
+    channel = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+    return Hardware(accelerator, channel)
+
+
+def check_settings(environ: Mapping[str, str], precision: str) -> None:
+    """What decides results belongs to the run config; a hardware file that differs is refused."""
+    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", precision):
+        raise LaunchError(
+            f"the hardware file asks for mixed_precision {asked!r}, the run config for precision "
+            f"{precision!r}; precision decides the result: remove it from the hardware file and "
+            f"put `precision: {asked}` into the run config if you want it"
+        )
+    steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps != "1":
+        raise LaunchError(
+            f"the hardware file asks for {steps} gradient_accumulation_steps; accumulation follows "
+            "from global_batch_size, micro_batch_size and the number of processes: remove it, and "
+            "put `global_batch_size` and `micro_batch_size` into the run config"
+        )
+
+
+def check_processes(environ: Mapping[str, str], num_processes: int) -> None:
+    """Raises LaunchError when the launcher meant another number of processes than there are."""
+    if "WORLD_SIZE" not in environ and "MASTER_ADDR" in environ:
+        raise LaunchError(
+            "the launcher was asked for several processes but started one (a MULTI_CPU file, or "
+            "--cpu with --num_processes, does that): use `accelerate launch --config_file "
+            "accelerate_configs/cpu_2.yaml train.py`, which runs on the CPU as well"
+        )
+    world_size = int(environ.get("WORLD_SIZE", "1"))
+    if world_size != num_processes:
+        raise LaunchError(
+            f"{world_size} processes were launched, but each sees {num_processes}: launch with "
+            "`accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes "
+            f"{world_size} train.py`"
+        )
+
+
+def _meant_for_cpu(environ: Mapping[str, str]) -> bool:
+    """cpu.yaml sets ACCELERATE_USE_CPU; cpu_2.yaml and cpu_4.yaml hide the GPUs instead."""
+    use_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return use_cpu or environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
+
+
+def _pin_threads(processes_here: int) -> None:
+    """Share the cores among this machine's processes; launchers reset this to 1 thread."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, (cores or 1) // processes_here))

@@ -1,0 +1,1 @@
+"""Models: one file each, found by file name."""

@@ -1,0 +1,143 @@
+"""The plan: which samples and which seeds make up each micro-batch of each step.
+
+Pure functions of the run config. Nothing here knows a process, a device or a clock, so the plan
+is the same on any hardware and after any resume. Words: a *position* is a place in the endless
+stream of samples; step s (counted from 1) covers positions (s-1)*B to s*B-1, B being the global
+batch size; a batch may straddle two epochs, and n may be smaller than B.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 16  # positions shuffled at a time: 0.5 MB of indices, whatever n is
+ROUNDS = 8
+
+
+def seed_of(name: str, *key: int) -> int:
+    """A 63-bit seed from a named key, e.g. `seed_of("augment", seed, epoch, index)`.
+
+    The whole key is hashed, so that (seed 1, epoch 0) and (seed 0, epoch 1) are unrelated.
+    """
+    digest = hashlib.blake2b(repr((name, *key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def permute(indices: Tensor, n: int, key: int) -> Tensor:
+    """Map each of `indices` (int64, 0 <= i < n) through the permutation of range(n) named by `key`.
+
+    A Feistel network over the smallest even number of bits that holds n, walked until the value
+    falls below n again (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): any
+    part of the permutation can be computed alone, so 10^9 samples need no 10^9 integers.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    if half > 26:
+        raise ValueError(f"{n} samples: the plan can order at most 2**52")
+    keys = [seed_of("round", key, r) & 0x3FFFFFF for r in range(ROUNDS)]
+    values = indices.clone()
+    todo = torch.arange(len(values))
+    while len(todo):
+        values[todo] = walked = _feistel(values[todo], half, keys)
+        todo = todo[walked >= n]
+    return values
+
+
+def _feistel(values: Tensor, half: int, keys: list[int]) -> Tensor:
+    mask = (1 << half) - 1
+    left, right = values >> half, values & mask
+    for key in keys:
+        # Multipliers below 2**31 on values below 2**31: no product leaves int64.
+        mixed = (right ^ key) * 0x4F1BBCDD + key
+        mixed = ((mixed ^ (mixed >> 21)) & 0x7FFFFFFF) * 0x2C1B3C6D
+        mixed = ((mixed ^ (mixed >> 18)) & 0x7FFFFFFF) * 0x297A2D39
+        left, right = right, left ^ ((mixed >> 25) & mask)
+    return (left << half) | right
+
+
+@lru_cache(maxsize=4)
+def _ordered_block(seed: int, n: int, epoch: int, block: int) -> list[int]:
+    start = block * BLOCK
+    indices = torch.arange(start, min(start + BLOCK, n))
+    ordered: list[int] = permute(indices, n, seed_of("order", seed, epoch)).tolist()
+    return ordered
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which samples every step trains on, from four numbers of the run config and the data."""
+
+    num_samples: int
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError("the training split has no samples; the plan needs at least one")
+        check_batch_sizes(self.global_batch_size, self.micro_batch_size)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """V: micro-batches a step, numbered 0 to V-1."""
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.num_samples / self.global_batch_size
+
+    def accumulation(self, num_processes: int) -> int:
+        """Micro-batches that each of `num_processes` computes a step; ValueError if uneven."""
+        v = self.num_micro_batches
+        if v % num_processes:
+            works = [p for p in range(1, v + 1) if v % p == 0]
+            sizes = [
+                m
+                for m in range(1, self.global_batch_size + 1)
+                if self.global_batch_size % (m * num_processes) == 0
+            ]
+            nearest = sorted(sizes, key=lambda m: abs(m - self.micro_batch_size))[:2]
+            way_out = (
+                f"or choose another micro_batch_size (nearest: {sorted(nearest)})"
+                if sizes
+                else f"or make global_batch_size a multiple of {num_processes}"
+            )
+            raise ValueError(
+                f"{v} micro-batches a step (global_batch_size {self.global_batch_size} / "
+                f"micro_batch_size {self.micro_batch_size}) cannot be shared evenly by "
+                f"{num_processes} processes; launch {works} processes, {way_out}"
+            )
+        return v // num_processes
+
+    def micro_batches(self, first_step: int, last_step: int) -> Iterator[range]:
+        """The positions of every micro-batch of steps first to last (from 1), in order."""
+        start = (first_step - 1) * self.global_batch_size
+        stop = last_step * self.global_batch_size
+        for position in range(start, stop, self.micro_batch_size):
+            yield range(position, position + self.micro_batch_size)
+
+    def sample(self, position: int) -> tuple[int, int]:
+        """(epoch, sample index) at a position."""
+        epoch, offset = divmod(position, self.num_samples)
+        block, within = divmod(offset, BLOCK)
+        return epoch, _ordered_block(self.seed, self.num_samples, epoch, block)[within]
+
+
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int) -> None:
+    """Raises ValueError unless a global batch is a whole number of micro-batches."""
+    if global_batch_size % micro_batch_size:
+        raise ValueError(
+            f"micro_batch_size {micro_batch_size} does not divide global_batch_size "
+            f"{global_batch_size}; nearest that do: "
+            f"{_nearest_divisors(global_batch_size, micro_batch_size)}"
+        )
+
+
+def _nearest_divisors(total: int, wanted: int) -> list[int]:
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])

@@ -1,0 +1,109 @@
+"""A task: what is trained, on what, with which loss and which metrics, as one frozen record.
+
+A task module has two names: `Config` (a pydantic model, the typed `task:` section of the run
+config) and `build(config) -> Task`. The loop in `train.py` knows tasks only through this record.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+Batch = Any  # a tensor, or a dict / list / tuple of tensors
+Table = Mapping[str, Any]  # column name -> numpy array with one row a sample, in dataset order
+
+
+class Dataset(Protocol):
+    """Anything with a length and items; `__getitems__(indices)` is used when it has one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """Data and functions; all of them pure. B is the number of samples in a micro-batch."""
+
+    model: Callable[[], nn.Module]
+    """Builds the model. Called once, on the CPU, under the `init` seed."""
+
+    train_dataset: Dataset
+    eval_dataset: Dataset | None
+    """None switches evaluation off."""
+
+    collate: Callable[[Sequence[Any]], Batch]
+    """Samples to one micro-batch, on the CPU, perhaps in a worker process."""
+
+    count: Callable[[Batch], int]
+    """How many targets (samples, or tokens that count) the loss of this micro-batch sums over."""
+
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """The *sum* of the loss over the targets of one micro-batch: a scalar."""
+
+    score: Callable[[nn.Module, Batch], Mapping[str, Tensor]]
+    """Columns of the evaluation table: each (B,) or (B, ...), one row a sample."""
+
+    summarize: Callable[[Table], Mapping[str, Any]]
+    """Metrics from the whole table, in float64: plain floats, or lists for what is no scalar."""
+
+    best_metric: str
+    """The key of `summarize` that decides which checkpoint is best."""
+
+    higher_is_better: bool = True
+
+    augment: Callable[[Any], Any] | None = None
+    """Random transformation of one training sample. It may draw from torch, `random` and numpy:
+    all three are seeded from (seed, epoch, sample index) right before the call."""
+
+    export: Callable[[nn.Module, Path], None] | None = None
+    """Writes what `final/` holds beside `model.safetensors`. None writes nothing more."""
+
+    data_identity: Mapping[str, Any] = field(default_factory=dict)
+    """What identifies the data (fingerprint, revision, sizes); compared on resume."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """Marks a config field as a section whose `name` picks the module that types it.
+
+    `model: Annotated[Any, Named("models")]` with `{name: resnet18}` is typed by the `Config` of
+    `evenstep/models/resnet18.py`.
+    """
+
+    kind: str
+
+
+def module_names(kind: str) -> list[str]:
+    """The modules of a folder of evenstep, e.g. `module_names("tasks")`."""
+    package = importlib.import_module(f"evenstep.{kind}")
+    names = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def find_module(kind: str, name: str) -> ModuleType:
+    """The module behind `name`: a file of `evenstep/<kind>/`, what the folder's `fallback` makes
+    of the name, or a dotted path. Raises ValueError with the nearest names."""
+    names = module_names(kind)
+    if name in names:
+        return importlib.import_module(f"evenstep.{kind}.{name}")
+    fallback = getattr(importlib.import_module(f"evenstep.{kind}"), "fallback", lambda name: None)
+    if stem := fallback(name):
+        return importlib.import_module(f"evenstep.{kind}.{stem}")
+    if "." in name and importlib.util.find_spec(name.partition(".")[0]):
+        return importlib.import_module(name)
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(
+        f"{name!r} is not in evenstep/{kind}/ ({', '.join(names)}){hint} "
+        "A dotted path of a module that can be imported works too."
+    )

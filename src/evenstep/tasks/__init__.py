@@ -1,0 +1,1 @@
+"""Tasks: one file each, found by file name. See `evenstep.task`."""

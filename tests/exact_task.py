@@ -1,0 +1,127 @@
+"""A small task that uses all that makes training depend on hardware when done carelessly:
+dropout, augmentation, BatchNorm, and samples with different numbers of targets.
+
+Named in a run config as `task.name=exact_task`, with tests/ on PYTHONPATH. If EXACT_TRACE names a
+folder, each process appends the sample indices of every micro-batch it trains on to a file there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from evenstep.task import Batch, Table, Task
+
+
+class Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str = "exact_task"
+    num_samples: int = 50
+    num_eval: int = 10
+    dropout: float = 0.3
+    batchnorm: bool = True
+    augment: bool = True
+    nan_at_index: int | None = None  # this sample's loss is NaN
+    nan_gradient: bool = False  # ... or finite, with a NaN gradient
+    fail_on_rank: int | None = None
+    seconds_per_batch: float = 0.0
+
+
+class Sequences:
+    """Sample i: x (5, 8), labels (5,), of which the first 1 + i % 5 count."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(num_samples, 5, 8, generator=generator)
+        self.y = torch.randint(3, (num_samples, 5), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        counted = torch.arange(5) <= index % 5
+        return {"x": self.x[index], "y": self.y[index], "mask": counted, "index": index}
+
+
+class Network(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16) if config.batchnorm else nn.Identity()
+        self.drop = nn.Dropout(config.dropout)
+        self.outer = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden).relu()
+        return self.outer(self.drop(hidden))
+
+
+def build(config: Config) -> Task:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        trace(batch)
+        time.sleep(config.seconds_per_batch)
+        if config.fail_on_rank == int(os.environ.get("RANK", "0")):
+            raise RuntimeError("this rank fails")
+        losses = token_losses(model, batch)
+        if config.nan_at_index in batch["index"].tolist():
+            zero = losses.flatten()[0] * 0
+            losses = losses + (zero.sqrt() - zero.detach() if config.nan_gradient else zero / zero)
+        return (losses * batch["mask"]).sum()
+
+    def score(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        losses = token_losses(model, batch) * batch["mask"]
+        return {"value": batch["index"], "loss": losses.sum(1), "targets": batch["mask"].sum(1)}
+
+    def summarize(table: Table) -> dict[str, float]:
+        return {
+            "value": float(table["value"].mean()),
+            "rows": float(len(table["index"])),
+            "loss": float(table["loss"].sum() / table["targets"].sum()),
+        }
+
+    return Task(
+        model=lambda: Network(config),
+        train_dataset=Sequences(config.num_samples, seed=1),
+        eval_dataset=Sequences(config.num_eval, seed=2) if config.num_eval else None,
+        collate=collate,
+        count=lambda batch: int(batch["mask"].sum()),
+        loss=loss,
+        score=score,
+        summarize=summarize,
+        best_metric="loss",
+        higher_is_better=False,
+        augment=add_noise if config.augment else None,
+    )
+
+
+def collate(samples: Sequence[dict[str, Any]]) -> Batch:
+    return {
+        "index": torch.tensor([s["index"] for s in samples]),
+        **{key: torch.stack([s[key] for s in samples]) for key in ("x", "y", "mask")},
+    }
+
+
+def add_noise(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "x": sample["x"] + 0.1 * torch.randn(5, 8)}
+
+
+def token_losses(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch["x"])
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["y"].flatten(), reduction="none"
+    ).view(-1, 5)
+
+
+def trace(batch: Batch) -> None:
+    if folder := os.environ.get("EXACT_TRACE"):
+        with (Path(folder) / f"rank-{os.environ.get('RANK', '0')}.jsonl").open("a") as file:
+            file.write(json.dumps(batch["index"].tolist()) + "\n")
