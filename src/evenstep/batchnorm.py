@@ -7,6 +7,8 @@ wherever they were computed. `num_batches_tracked` counts steps.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -28,18 +30,22 @@ class BatchNormStatistics:
                     f"{name} is a SyncBatchNorm, whose result depends on the number of processes; "
                     "use BatchNorm: its statistics are averaged over the global batch already"
                 )
-        self._momentum: dict[_BatchNorm, float | None] = {
+        # Any: nn.Module types its buffers as Tensor | None.
+        self._momentum: dict[Any, float | None] = {
             layer: layer.momentum
             for layer in model.modules()
-            if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+            if isinstance(layer, _BatchNorm) and layer.track_running_stats
         }
         for layer in self._momentum:
             layer.momentum = 1.0
 
     def start(self) -> None:
         """Begin a step. Layers in eval mode, whose statistics are frozen, are left alone."""
-        self._layers = [layer for layer in self._momentum if layer.training]
-        self._buffers = [b for layer in self._layers for b in _buffers(layer)]
+        layers = [layer for layer in self._momentum if layer.training]
+        self._momenta = [self._momentum[layer] for layer in layers]
+        self._statistics = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
+        self._counters = [layer.num_batches_tracked for layer in layers]
+        self._buffers = self._statistics + self._counters
         self._before = [buffer.clone() for buffer in self._buffers]
         self._sums = [torch.zeros_like(buffer) for buffer in self._buffers]
         self._clear()
@@ -48,7 +54,7 @@ class BatchNormStatistics:
         """Add what one micro-batch left behind, once its backward is through."""
         if self._buffers:
             # A layer that a micro-batch skips leaves zeros and counts 0; one used twice counts 1.
-            torch._foreach_clamp_max_(self._buffers[2::3], 1)
+            torch._foreach_clamp_max_(self._counters, 1)
             torch._foreach_add_(self._sums, self._buffers)
             self._clear()
 
@@ -56,20 +62,23 @@ class BatchNormStatistics:
         """Update the running statistics once, from the sums over all processes."""
         if not self._buffers:
             return
-        sizes = [buffer.numel() for buffer in self._sums]
-        flat = torch.cat([total.flatten().to(self._sums[0].dtype) for total in self._sums])
-        totals = accelerator.reduce(flat, "sum").split(sizes)
-        for i, layer in enumerate(self._layers):
-            mean_sum, var_sum, uses = totals[3 * i : 3 * i + 3]
-            mean, var, steps = self._before[3 * i : 3 * i + 3]
-            steps += uses > 0
-            # Momentum None is a cumulative average over steps, as in torch.
-            momentum = self._momentum[layer]
-            rate = 1 / steps.clamp(min=1) if momentum is None else momentum
-            for old, total in ((mean, mean_sum), (var, var_sum)):
-                seen = total.view_as(old) / uses.clamp(min=1)
-                old += torch.where(uses > 0, rate * (seen - old), 0.0)
-        self.discard()
+        num_layers, device = len(self._counters), self._sums[0].device
+        sums = accelerator.reduce(_flat(self._sums), "sum")
+        statistics, uses = sums[:-num_layers], sums[-num_layers:]
+        before = _flat(self._before)[:-num_layers]
+        steps = _flat(self._before)[-num_layers:] + (uses > 0)
+        # Momentum None is a cumulative average over the steps, as in torch.
+        constant = sums.new_tensor([m or 0.0 for m in self._momenta])
+        cumulative = torch.tensor([m is None for m in self._momenta], device=device)
+        rates = torch.where(cumulative, 1 / steps.clamp(min=1), constant) * (uses > 0)
+        # Which layer each entry of the flat statistics belongs to.
+        widths = torch.tensor([2 * mean.numel() for mean in self._statistics[::2]])
+        owner = torch.arange(num_layers).repeat_interleave(widths).to(device)
+        seen = statistics / uses.clamp(min=1)[owner]
+        updated = torch.cat([before + rates[owner] * (seen - before), steps])
+        values = torch.split(updated, [buffer.numel() for buffer in self._buffers])
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.copy_(value.view_as(buffer))
 
     def discard(self) -> None:
         """Put the statistics back that `start` found."""
@@ -81,9 +90,5 @@ class BatchNormStatistics:
             torch._foreach_zero_(self._buffers)
 
 
-def _buffers(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
-    """Running mean (C,), running variance (C,), and the counter of uses (int64 scalar)."""
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    assert layer.num_batches_tracked is not None
-    return layer.running_mean, layer.running_var, layer.num_batches_tracked
+def _flat(buffers: list[Tensor]) -> Tensor:
+    return torch.cat([buffer.flatten().to(buffers[0].dtype) for buffer in buffers])

@@ -8,7 +8,7 @@ run starts at any step in O(1).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,37 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from evenstep.config import RunConfig
+from evenstep.hardware import Hardware
 from evenstep.plan import Plan, seed_of
+from evenstep.precision import cast_batch
+from evenstep.stop import shield_worker
 from evenstep.task import Batch, Dataset, Task
 
 Cast = Callable[[Batch], Batch]
+
+
+def loaders(
+    task: Task,
+    plan: Plan,
+    hardware: Hardware,
+    config: RunConfig,
+    *,
+    first_step: int,
+    last_step: int,
+) -> tuple[Iterator[tuple[int, Batch]], Iterable[tuple[list[int], Batch]] | None]:
+    """This process's training micro-batches, and its evaluation batches, on its device."""
+    options: dict[str, Any] = {
+        "cast": partial(cast_batch, precision=config.precision),
+        "num_workers": config.num_workers,
+        "pin_memory": hardware.device.type == "cuda",
+        "worker_init_fn": shield_worker,
+    }
+    prepare = hardware.accelerator.prepare
+    training = train_loader(task, plan, first_step=first_step, last_step=last_step, **options)
+    size = config.micro_batch_size
+    evaluating = eval_loader(task, batch_size=size, num_processes=hardware.num_processes, **options)
+    return iter(prepare(training)), evaluating and prepare(evaluating)
 
 
 def train_loader(
@@ -36,13 +63,14 @@ def train_loader(
 
 def eval_loader(
     task: Task, *, batch_size: int, num_processes: int, cast: Cast, **loader_options: Any
-) -> DataLoader[Any]:
+) -> DataLoader[Any] | None:
     """Yields (sample indices, batch) over the evaluation split, as many batches on every process.
 
     The last batch is repeated where processes would be left without one; the evaluation table is
-    keyed by sample index, so repeated rows fall out of it.
+    keyed by sample index, so repeated rows fall out of it. None if there is no such split.
     """
-    assert task.eval_dataset is not None
+    if task.eval_dataset is None:
+        return None
     return DataLoader(
         IndexedDataset(task.eval_dataset),  # type: ignore[arg-type]
         batch_sampler=EvalBatches(len(task.eval_dataset), batch_size, num_processes),
@@ -70,7 +98,7 @@ class MicroBatches:
         self.plan, self.first_step, self.last_step = plan, first_step, last_step
         self.batch_size = plan.micro_batch_size
 
-    def __iter__(self) -> Iterator[range]:
+    def __iter__(self) -> Iterator[Any]:  # ranges, where torch's stubs say lists
         return self.plan.micro_batches(self.first_step, self.last_step)
 
     def __len__(self) -> int:
@@ -86,7 +114,7 @@ class EvalBatches:
         self.batches += [self.batches[-1]] * (-len(self.batches) % num_processes)
         self.batch_size = batch_size
 
-    def __iter__(self) -> Iterator[range]:
+    def __iter__(self) -> Iterator[Any]:  # ranges, where torch's stubs say lists
         return iter(self.batches)
 
     def __len__(self) -> int:

@@ -35,7 +35,8 @@ class Hardware:
     """
 
     accelerator: Accelerator
-    channel: dist.ProcessGroup | None
+    channel: Any
+    """A torch.distributed.ProcessGroup; None for one process."""
 
     @property
     def num_processes(self) -> int:
@@ -77,6 +78,11 @@ class Hardware:
         dist.broadcast_object_list(box, src=0, group=self.channel)
         return box[0]
 
+    def say(self, message: str) -> None:
+        """Print a line, once for all processes."""
+        if self.is_main:
+            print(message, flush=True)
+
     def seed(self, seed: int) -> None:
         """Seed the CPU's and the device's generators, as dropout is about to draw from them."""
         torch.default_generator.manual_seed(seed)
@@ -84,14 +90,13 @@ class Hardware:
             torch.get_device_module(self.device).manual_seed(seed)
 
 
-def start(*, precision: str, log_with: list[str]) -> Hardware:
+def start(precision: str) -> Hardware:
     """Check the launch, then make the Accelerator. Raises LaunchError."""
     check_settings(os.environ, precision)
     no_accelerator = not torch.accelerator.is_available()
     accelerator = Accelerator(
         cpu=no_accelerator,
         mixed_precision="no",  # autocast is ours: a strategy must not change the precision
-        log_with=log_with or None,
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         # A plugin, since ACCELERATE_GRADIENT_ACCUMULATION_STEPS beats the plain argument; 1, since
         # the loop counts micro-batches itself; and no sync at the end of a loader, which would end

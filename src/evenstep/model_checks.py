@@ -1,4 +1,4 @@
-"""What a model must not do, checked on the first step: it would train differently on another P."""
+"""What a model must not do, since it would train differently on another number of processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,35 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def other_buffers(model: nn.Module) -> dict[str, Tensor]:
+class FirstStep:
+    """Made before a launch's first step, checked after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: dict[str, Tensor] | None = _other_buffers(model)
+
+    def check(self) -> None:
+        """Once: raise ValueError if a forward changed a buffer that is not a BatchNorm's, or left
+        a parameter without a gradient."""
+        if self._before is None:
+            return
+        now, before, self._before = _other_buffers(self._model), self._before, None
+        if changed := [name for name in before.keys() & now if not now[name].equal(before[name])]:
+            raise ValueError(
+                f"a forward changes the buffer(s) {', '.join(sorted(changed))}; how many there are "
+                "depends on the number of processes, and so would the result. Only BatchNorm "
+                "statistics are kept alike; compute this state from the weights, or drop it"
+            )
+        parameters = self._model.named_parameters()
+        if unused := [name for name, p in parameters if p.requires_grad and p.grad is None]:
+            raise ValueError(
+                f"no gradient reached {len(unused)} parameter(s): {', '.join(unused[:5])}. Several "
+                "processes could not add theirs up; use them in the loss, or freeze them "
+                "(requires_grad_(False)) where the model is built"
+            )
+
+
+def _other_buffers(model: nn.Module) -> dict[str, Tensor]:
     """A copy of every buffer that is not a BatchNorm's."""
     return {
         f"{prefix}.{name}".strip("."): buffer.clone()
@@ -14,25 +42,3 @@ def other_buffers(model: nn.Module) -> dict[str, Tensor]:
         if not isinstance(module, _BatchNorm)
         for name, buffer in module.named_buffers(recurse=False)
     }
-
-
-def check_first_step(model: nn.Module, buffers_before: dict[str, Tensor]) -> None:
-    """Raises ValueError if a forward changed a buffer, or left a parameter without a gradient."""
-    changed = [
-        name
-        for name, buffer in other_buffers(model).items()
-        if name in buffers_before and not buffer.equal(buffers_before[name])
-    ]
-    if changed:
-        raise ValueError(
-            f"the forward changes the buffer(s) {', '.join(changed)}: how often it runs depends on "
-            "the number of processes, so the result would too. Only BatchNorm statistics are kept "
-            "equal; compute this state from the weights, or drop it"
-        )
-    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
-        raise ValueError(
-            f"no gradient reached {len(unused)} parameter(s): {', '.join(unused[:5])}. Several "
-            "processes could not add up their gradients; use them in the loss, or freeze them "
-            "(requires_grad_(False)) where the model is built"
-        )

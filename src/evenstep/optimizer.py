@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def build(model: nn.Module, config: Any) -> Optimizer:
 
 
 def _fastest(
-    kind: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
+    kind: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Optimizer:
     try:
         return kind(groups, **options, fused=True)

@@ -114,6 +114,16 @@ class Plan:
             )
         return v // num_processes
 
+    def describe(self, num_processes: int, total_steps: int) -> str:
+        """The batch arithmetic in two lines."""
+        return (
+            f"global batch {self.global_batch_size} = {self.num_micro_batches} micro-batches of "
+            f"{self.micro_batch_size} = {num_processes} process(es) x "
+            f"{self.accumulation(num_processes)} accumulated\n"
+            f"{self.num_samples} samples, {self.steps_per_epoch:.2f} steps an epoch, "
+            f"{total_steps} steps = {total_steps / self.steps_per_epoch:.2f} epochs"
+        )
+
     def micro_batches(self, first_step: int, last_step: int) -> Iterator[range]:
         """The positions of every micro-batch of steps first to last (from 1), in order."""
         start = (first_step - 1) * self.global_batch_size

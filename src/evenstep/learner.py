@@ -1,0 +1,48 @@
+"""The model, and all that a step changes along with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from evenstep import optimizer
+from evenstep.batchnorm import BatchNormStatistics
+from evenstep.config import RunConfig
+from evenstep.hardware import Hardware
+from evenstep.plan import seed_of
+from evenstep.precision import cast_model, grad_scaler
+from evenstep.task import Task
+
+
+@dataclass(frozen=True)
+class Learner:
+    model: nn.Module
+    """As Accelerate prepared it."""
+    bare: nn.Module
+    """The same weights without wrappers."""
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    batchnorm: BatchNormStatistics
+    ema: AveragedModel | None
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """What is evaluated and exported: the averaged weights where there are some."""
+        return self.bare if self.ema is None else self.ema.module
+
+
+def build(config: RunConfig, task: Task, hardware: Hardware) -> Learner:
+    hardware.seed(seed_of("init", config.seed))
+    bare = cast_model(task.model(), config.precision).train()
+    batchnorm = BatchNormStatistics(bare)
+    if config.compile:
+        bare.compile()  # in place, before `prepare`: no `_orig_mod.` in any saved key
+    model, prepared = hardware.accelerator.prepare(bare, optimizer.build(bare, config.optimizer))
+    scaler = grad_scaler(config.precision, hardware.device)
+    ema = None
+    if config.ema_decay:
+        ema = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))  # type: ignore[no-untyped-call]
+    return Learner(model, bare, prepared, scaler, batchnorm, ema)

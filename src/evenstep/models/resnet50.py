@@ -1,0 +1,14 @@
+"""ResNet-50 for small images."""
+
+from __future__ import annotations
+
+import torchvision
+from torch import nn
+
+from evenstep.models.resnet18 import Config, for_small_images
+
+__all__ = ["Config", "build"]
+
+
+def build(config: Config, *, num_classes: int, channels: int, image_size: int) -> nn.Module:
+    return for_small_images(torchvision.models.resnet50(num_classes=num_classes), channels)

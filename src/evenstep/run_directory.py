@@ -1,0 +1,232 @@
+"""The run directory: one for all processes, one live run in it, every file written whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import platform
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from evenstep.masking import mask
+
+Status = Literal["finished", "stopped", "failed"]
+T = TypeVar("T")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that the old or the new file is there at any moment, a power cut included."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)  # the rename itself
+    os.close(directory)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON: NaN and infinity become null, arrays and tensors become lists."""
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+
+
+class Progress(Protocol):
+    """What a summary tells of a run, wherever it ends."""
+
+    step: int
+    seconds: float
+    metrics: dict[str, Any]
+    best: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """`<output_dir>/<name>/` of one live run; a context manager that releases it at the end."""
+
+    path: Path
+    saved_config: str | None
+    """The text of `config.yaml` when this run goes on, None when it is new."""
+
+    finished: bool
+    """The run that goes on is finished already."""
+
+    lock: int | None
+    """Descriptor of the lock file, on the main process: the one that writes. Else None."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.lock is not None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+
+    def write_summary(
+        self,
+        status: Status,
+        *,
+        step: int,
+        seconds: float,
+        metrics: Mapping[str, Any] | None = None,
+        best: Mapping[str, Any] | None = None,
+        weights_sha256: str | None = None,
+        cause: BaseException | None = None,
+    ) -> dict[str, Any]:
+        """Write `summary.json` (on the main process) and return what it holds.
+
+        `metrics` is the last evaluation, `best` has metric, value and step; `cause` is what
+        ended a failed run.
+        """
+        summary: dict[str, Any] = {
+            "status": status,
+            "step": step,
+            "metrics": dict(metrics or {}),
+            "best": best and dict(best),
+            "seconds": seconds,
+            "weights_sha256": weights_sha256,
+        }
+        if cause is not None:
+            summary["cause"] = mask("".join(traceback.format_exception_only(cause)).strip())
+        if self.is_main:
+            text = to_json(summary, indent=2) + "\n"
+            write_atomically(self.path / "summary.json", text)
+        return summary
+
+    def record_failure(
+        self,
+        state: Progress,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: object,
+    ) -> None:
+        """An exit callback: writes the summary of a run that an exception ends."""
+        if error is not None:
+            self.write_summary(
+                "failed",
+                step=state.step,
+                seconds=state.seconds,
+                metrics=state.metrics,
+                best=state.best,
+                cause=error,
+            )
+
+
+def create(
+    output_dir: Path, name: str | None, stem: str, resume: str, config_text: str
+) -> RunDirectory:
+    """The run directory `<output_dir>/<name>`, the same on every process.
+
+    Without a name it is `<stem>-<YYYYmmdd-HHMMSS>`, always new. A new directory gets
+    `config_text` (no secrets in it) as `config.yaml`. With `resume` "never" a directory that
+    exists is refused; with "auto", or with the path of a checkpoint, its run goes on.
+
+    Raises ValueError, on every process, for a directory that is refused or in use by a live run.
+    """
+    run = _on_main(lambda: _claim(output_dir, name, stem, resume, config_text))
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    return run if is_main else replace(run, lock=None)
+
+
+def _on_main(function: Callable[[], T]) -> T:
+    """What `function` returns, or raises, on the main process: on every process."""
+    if not dist.is_initialized():
+        return function()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
+
+
+def _claim(
+    output_dir: Path, name: str | None, stem: str, resume: str, config_text: str
+) -> RunDirectory:
+    path = _make_new(output_dir, stem) if name is None else _make(output_dir, name, resume)
+    lock = _lock(path)
+    saved, summary = path / "config.yaml", path / "summary.json"
+    if not saved.exists():
+        write_atomically(saved, config_text)
+        return RunDirectory(path, None, False, lock)
+    finished = summary.exists() and json.loads(summary.read_text())["status"] == "finished"
+    if not finished:
+        summary.unlink(missing_ok=True)  # of a launch that ended early: this one writes its own
+    return RunDirectory(path, saved.read_text(encoding="utf-8"), finished, lock)
+
+
+def _make(output_dir: Path, name: str, resume: str) -> Path:
+    if name in ("", "..") or Path(name).name != name:
+        raise ValueError(f"name {name!r} is no plain directory name: leave out / and ..")
+    path = output_dir / name
+    try:
+        path.mkdir(parents=True, exist_ok=resume != "never")
+    except FileExistsError:
+        raise ValueError(
+            f"{path} exists, and resume: never starts only new runs; give this run another name, "
+            "remove the directory, or set resume=auto to go on"
+        ) from None
+    return path
+
+
+def _make_new(output_dir: Path, stem: str) -> Path:
+    """mkdir decides between two launches in the same second: the later one gets a number."""
+    base, number = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}", 1
+    while True:
+        path = output_dir / (base if number == 1 else f"{base}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            number += 1
+
+
+def _lock(path: Path) -> int:
+    """Lock the directory for the life of this process; kill -9 releases it too.
+
+    lockf, not flock: workers forked from this process would inherit a flock and keep it for
+    seconds after the process was killed.
+    """
+    lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        holder = os.read(lock, 200).decode()
+        os.close(lock)
+        raise ValueError(
+            f"{path} is in use by {holder}: a run directory has one live run; wait for it or stop "
+            "it, or give this run another name with name=..."
+        ) from None
+    except OSError as error:
+        warnings.warn(f"{path} cannot be locked ({error}): start one run at a time", stacklevel=2)
+    os.truncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())
+    return lock

@@ -1,0 +1,104 @@
+"""The loaders as a run uses them, against the plan read directly."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from evenstep.data import PlannedDataset, eval_loader, train_loader
+from evenstep.plan import Plan
+from evenstep.task import Task
+
+
+class Numbers:
+    """Sample i is the number i."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return float(index)
+
+
+class ManyNumbers(Numbers):
+    def __getitems__(self, indices):
+        return [float(index) for index in indices]
+
+
+class Drawing(Numbers):
+    """A dataset that draws by itself, from the three generators that augmentations use."""
+
+    def __getitem__(self, index):
+        return index + torch.rand(()).item() + random.random() + np.random.random()
+
+
+def draw(sample):
+    return sample + torch.rand(()).item() + random.random() + np.random.random()
+
+
+def as_is(batch):
+    return batch
+
+
+def task(dataset, augment=None):
+    return Task(
+        model=torch.nn.Identity, train_dataset=dataset, eval_dataset=dataset, collate=torch.tensor,
+        count=len, loss=None, score=None, summarize=None, best_metric="", augment=augment,
+    )  # fmt: skip
+
+
+def plan(n=10):
+    return Plan(num_samples=n, global_batch_size=4, micro_batch_size=2, seed=0)
+
+
+def batches(task, first_step=1, last_step=6, **options):
+    n = len(task.train_dataset)
+    loader = train_loader(
+        task, plan(n), first_step=first_step, last_step=last_step, cast=as_is, **options
+    )
+    return [batch.tolist() for _, batch in loader]
+
+
+@pytest.mark.parametrize("dataset", [Numbers(10), ManyNumbers(10)])
+def test_micro_batches_hold_what_the_plan_says(dataset):
+    expected = [[plan().sample(p)[1] for p in r] for r in plan().micro_batches(1, 6)]
+    assert batches(task(dataset)) == expected
+    assert batches(task(dataset), first_step=3) == expected[4:]
+
+
+def test_targets_are_counted_in_the_loader():
+    loader = train_loader(task(Numbers(10)), plan(), first_step=1, last_step=2, cast=as_is)
+    assert [count for count, _ in loader] == [2] * 4
+
+
+@pytest.mark.parametrize(
+    "case", [task(Numbers(10), draw), task(Drawing(10))], ids=["augment", "own"]
+)
+def test_augmentation_depends_on_seed_epoch_and_sample_alone(case):
+    """CASES 14: any number of workers, any step to start from; every epoch draws anew."""
+    straight = batches(case)
+    assert batches(case, num_workers=2) == straight
+    assert batches(case, first_step=4) == straight[6:]
+    values = [value for batch in straight for value in batch]
+    noise = [round(value % 1, 9) for value in values]
+    assert len(set(noise)) == len(values)  # differs by sample, and for one sample by epoch
+
+
+def test_a_batch_read_is_used_where_there_is_one():
+    dataset = ManyNumbers(10)
+    dataset.__class__ = type("Fast", (ManyNumbers,), {"__getitem__": None})
+    assert len(PlannedDataset(dataset, plan(), None).__getitems__(range(4))) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_reads_every_sample_with_its_index(workers):
+    loader = eval_loader(
+        task(Numbers(7)), batch_size=3, num_processes=2, cast=as_is, num_workers=workers
+    )
+    pairs = [(indices, batch.tolist()) for indices, batch in loader]
+    assert [i for indices, _ in pairs for i in indices] == [0, 1, 2, 3, 4, 5, 6, 6]
+    assert all(indices == values for indices, values in pairs)
