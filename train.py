@@ -227,14 +227,9 @@ def open_outputs(
     environment.record(directory.path, run.hardware, run.task.data_identity)
     console = progress.create(last, state.step, is_main=run.hardware.is_main)
     lifetimes.enter_context(console)
-    settings = dict(run.config.tracking)
+    accelerator, settings = run.hardware.accelerator, dict(run.config.tracking)
     tracking = Tracking(
-        run.hardware.accelerator,
-        directory.path,
-        resolved(run.config),
-        say=console.say,
-        with_=settings.pop("trackers"),
-        **settings,
+        accelerator, directory.path, resolved(run.config), say=console.say, **settings
     )
     return console, lifetimes.enter_context(tracking)
 
@@ -250,14 +245,9 @@ def finish(
             accelerator=run.hardware.accelerator,
             task_export=run.task.export,
         )
-    summary = directory.write_summary(
-        "finished" if done else "stopped",
-        step=state.step,
-        seconds=state.seconds,
-        metrics=state.metrics,
-        best=state.best,
-        weights_sha256=checkpoint.weights_sha256(run.learner.bare),
-    )
+    status: run_directory.Status = "finished" if done else "stopped"
+    weights = checkpoint.weights_sha256(run.learner.bare)
+    summary = directory.write_summary(status, state, weights_sha256=weights)
     tracking.finish(summary)
     return 0 if done else STOPPED
 

@@ -227,7 +227,9 @@ def test_loading_into_a_run_that_has_trained_forgets_what_it_trained(run_dir: Pa
     run = Run(0)
     early, late = run.save(run_dir, 0), run.train(2).save(run_dir, 2)
     expected = run.state()
-    run.train(3).load(late)
+    run.train(3)
+    del run.optimizer.optimizer.state[run.plain.conv.weight]
+    run.load(late)
     assert_same(run.state(), expected)
     run.load(early)
     assert_same(run.state(), Run(0).state())
@@ -492,7 +494,7 @@ def script(tmp_path: Path, body: str, *, processes: int = 1) -> tuple[int, str]:
     options = f"--multi_gpu --num_processes {processes} --num_machines 1 --main_process_port 0"
     launcher = ["-m", "accelerate.commands.launch", *options.split(), "--mixed_precision", "no"]
     launched = [*launcher, "--dynamo_backend", "no"] if processes > 1 else []
-    return run([sys.executable, *launched, str(file)], timeout=90)
+    return run([sys.executable, *launched, str(file)], timeout=150)
 
 
 def test_a_full_disk_ends_the_save_and_keeps_the_checkpoint_before_it(

@@ -1,6 +1,7 @@
 """The image classification task: batches, loss, metrics, augmentation, export."""
 
 import json
+import pickle
 import warnings
 
 import datasets
@@ -108,6 +109,11 @@ def test_sizes_that_differ_are_an_error_at_the_start(tmp_path):
     assert batch(task(tmp_path, image_size=6))["image"].shape[1:] == (3, 6, 6)
 
 
+def test_a_task_can_be_sent_to_a_worker_process_however_it_is_started(digits):
+    sent = pickle.loads(pickle.dumps(digits))
+    assert torch.equal(batch(sent, [1, 2])["image"], batch(digits, [1, 2])["image"])
+
+
 def test_many_at_once_and_one_by_one_give_the_same_batch(digits):
     indices = [5, 0, 1437, 5]
     many = digits.collate(digits.train_dataset.__getitems__(indices))
@@ -148,7 +154,7 @@ def test_skipped_images_keep_their_place_and_count_nowhere(tmp_path):
     images[2] = b"broken"
     for split in ("train", "test"):
         table(tmp_path / f"{split}.parquet", ["a", "b"] * 3, images)
-    with pytest.raises(ValueError, match="row 2 of split 'train'.*on_error=skip"):
+    with pytest.raises(ValueError, match=r"row 2 of split 'train'.*on_error=skip"):
         task(tmp_path)
     skipping = task(tmp_path, on_error="skip")
     everything = batch(skipping)

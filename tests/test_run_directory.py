@@ -13,6 +13,7 @@ import torch
 
 from evenstep import environment, run_directory
 from evenstep.run_directory import to_json, write_atomically
+from evenstep.run_state import RunState
 
 
 def create(output_dir, name="a", resume="auto", config_text="seed: 0\n"):
@@ -81,10 +82,10 @@ def test_resume_auto_goes_on_and_hands_back_the_saved_config(tmp_path):
         assert run.saved_config == "seed: 0\n"
         assert (run.path / "config.yaml").read_text() == "seed: 0\n"
         assert not run.finished
-        run.write_summary("stopped", step=1, seconds=1.0)
+        run.write_summary("stopped", RunState(step=1))
     with create(tmp_path) as run:
         assert not run.finished
-        run.write_summary("finished", step=2, seconds=2.0)
+        run.write_summary("finished", RunState(step=2))
     with create(tmp_path) as run:
         assert run.finished
 
@@ -146,7 +147,7 @@ def test_a_failed_summary_is_strict_json_with_the_cause_masked(tmp_path):
     with create(tmp_path) as run:
         metrics = {"eval/loss": float("nan"), "eval/matrix": torch.eye(2), "eval/f1": 0.1 + 0.2}
         cause = RuntimeError("no access with hf_abcdefghijklmnopqrst")
-        returned = run.write_summary("failed", step=7, seconds=1.5, metrics=metrics, cause=cause)
+        returned = run.write_summary("failed", RunState(metrics=metrics), cause=cause)
     summary = json.loads((run.path / "summary.json").read_text(), parse_constant=pytest.fail)
     assert summary["cause"] == returned["cause"]
     assert summary["status"] == "failed"

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import train
+from evenstep import learner, nonfinite
 from evenstep.config import SGD, AdamW
 from evenstep.data import train_loader
 from evenstep.hardware import Hardware
@@ -60,6 +61,10 @@ def network(batchnorm):
     return nn.Sequential(*layers).double()
 
 
+def build_run(config, hardware, task, plan=None):
+    return train.Run(config, hardware, task, plan, learner.build(config, task, hardware))
+
+
 def step_once(run, micro_batches, lr=0.0, step=1):
     counted = [(run.task.count(batch), batch) for batch in micro_batches]
     return train.train_step(run, step, counted, targets=sum(n for n, _ in counted), lr=lr)
@@ -82,7 +87,7 @@ def test_gradients_are_those_of_data_parallel(hardware, batchnorm):
     x, y = torch.randn(32, 1, 8, 8).double(), torch.randint(10, (32,))
     net = network(batchnorm)
     expected = data_parallel_gradients(copy.deepcopy(net), x, y, num_devices=4)
-    run = train.build_run(configured(), hardware, image_task(net))
+    run = build_run(configured(), hardware, image_task(net))
     step_once(run, list(zip(x.chunk(4), y.chunk(4), strict=True)))
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-9)
@@ -95,11 +100,12 @@ def test_uneven_target_counts_weigh_alike(hardware):
     net = network(batchnorm=False)
     whole = nn.functional.cross_entropy(net(x), y)
     expected = torch.autograd.grad(whole, list(net.parameters()))
-    run = train.build_run(configured(), hardware, image_task(net))
+    run = build_run(configured(), hardware, image_task(net))
     result = step_once(run, [(x[:1], y[:1]), (x[1:], y[1:])])
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-9)
-    assert train.mean_loss(run, result) == pytest.approx(whole.item(), rel=1e-12)
+    loss = sum(result.losses) / result.targets
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-12)
 
 
 def test_clipping_scales_the_whole_gradient_once(hardware):
@@ -109,7 +115,7 @@ def test_clipping_scales_the_whole_gradient_once(hardware):
     gradients = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
     norm = torch.stack([g.norm() for g in gradients]).norm()
     config = configured(optimizer=SGD(name="sgd", lr=0.1, max_grad_norm=0.1))
-    run = train.build_run(config, hardware, image_task(net))
+    run = build_run(config, hardware, image_task(net))
     result = step_once(run, list(zip(x.chunk(2), y.chunk(2), strict=True)))
     assert result.grad_norm.item() == pytest.approx(norm.item())  # logged: before clipping
     clipped = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
@@ -120,7 +126,7 @@ def test_the_average_of_the_weights_moves_once_a_step(hardware):
     """CASES 10: with several micro-batches a step, against the formula."""
     torch.manual_seed(0)
     net = network(batchnorm=True)
-    run = train.build_run(configured(ema_decay=0.9), hardware, image_task(net))
+    run = build_run(configured(ema_decay=0.9), hardware, image_task(net))
     x, y = torch.randn(8, 1, 8, 8).double(), torch.randint(10, (8,))
     average = None
     for step in range(1, 4):
@@ -135,7 +141,7 @@ def test_the_average_of_the_weights_moves_once_a_step(hardware):
 def exact_run(hardware, config, **task_changes):
     task = exact_task.build(exact_task.Config(**task_changes))
     plan = Plan(len(task.train_dataset), global_batch_size=8, micro_batch_size=2, seed=0)
-    run = train.build_run(config, hardware, task)
+    run = build_run(config, hardware, task, plan)
     cast = partial(cast_batch, precision=config.precision)
     batches = list(train_loader(task, plan, first_step=1, last_step=1, cast=cast))
     return run, batches, sum(count for count, _ in batches)
@@ -149,7 +155,8 @@ def test_what_is_not_finite_stops_the_run_before_the_weights_move(hardware, kind
     before = {k: v.clone() for k, v in run.learner.bare.state_dict().items()}
     result = train.train_step(run, 1, batches, targets=targets, lr=0.1)
     assert not result.finite
-    message = train.name_nonfinite(run, 1, batches, result)
+    again = partial(train.forward_backward, run, 1, batches=batches, targets=targets)
+    message = nonfinite.locate(1, result.losses, again, run.learner, hardware)
     assert "step 1" in message
     assert "micro-batch 2" in message
     assert ("gradient" if kind else "loss") in message

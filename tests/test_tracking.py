@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from accelerate import Accelerator
 from evenstep import run_directory
+from evenstep.run_state import RunState
 from evenstep.tracking import Tracking
 
 def live(steps, end):
@@ -41,7 +42,8 @@ def fail(run, tracker):
 def finish(run, tracker):
     metrics = {"eval/accuracy": 0.5, "eval/matrix": [[1]]}
     best = {"metric": "eval/accuracy", "value": 0.75, "step": 20}
-    tracker.finish(run.write_summary("finished", step=50, seconds=1, metrics=metrics, best=best))
+    state = RunState(step=50, metrics=metrics, best=best)
+    tracker.finish(run.write_summary("finished", state))
 
 try:
     live([10, 20, 30], fail)

@@ -8,6 +8,7 @@ where two were asked for, or two that each believe to be alone); every such laun
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,8 @@ class Hardware:
 def start(precision: str) -> Hardware:
     """Check the launch, then make the Accelerator. Raises LaunchError."""
     check_settings(os.environ, precision)
+    # torch 2.13 renames it; Accelerate does not know the new name yet.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     no_accelerator = not torch.accelerator.is_available()
     accelerator = Accelerator(
         cpu=no_accelerator,

@@ -88,32 +88,29 @@ class RunDirectory:
     def write_summary(
         self,
         status: Status,
+        state: Progress,
         *,
-        step: int,
-        seconds: float,
-        metrics: Mapping[str, Any] | None = None,
-        best: Mapping[str, Any] | None = None,
         weights_sha256: str | None = None,
         cause: BaseException | None = None,
     ) -> dict[str, Any]:
-        """Write `summary.json` (on the main process) and return what it holds.
+        """Write `summary.json` and return what it holds; `cause` is what ended a failed run.
 
-        `metrics` is the last evaluation, `best` has metric, value and step; `cause` is what
-        ended a failed run.
+        The main process writes it. A failure is written by the process that fails first, since it
+        knows the cause: the others only lose their connection.
         """
         summary: dict[str, Any] = {
             "status": status,
-            "step": step,
-            "metrics": dict(metrics or {}),
-            "best": best and dict(best),
-            "seconds": seconds,
+            "step": state.step,
+            "metrics": state.metrics,
+            "best": state.best,
+            "seconds": state.seconds,
             "weights_sha256": weights_sha256,
         }
         if cause is not None:
             summary["cause"] = mask("".join(traceback.format_exception_only(cause)).strip())
-        if self.is_main:
-            text = to_json(summary, indent=2) + "\n"
-            write_atomically(self.path / "summary.json", text)
+        file = self.path / "summary.json"
+        if self.is_main if status != "failed" else not file.exists():
+            write_atomically(file, to_json(summary, indent=2) + "\n")
         return summary
 
     def record_failure(
@@ -125,14 +122,7 @@ class RunDirectory:
     ) -> None:
         """An exit callback: writes the summary of a run that an exception ends."""
         if error is not None:
-            self.write_summary(
-                "failed",
-                step=state.step,
-                seconds=state.seconds,
-                metrics=state.metrics,
-                best=state.best,
-                cause=error,
-            )
+            self.write_summary("failed", state, cause=error)
 
 
 def create(

@@ -92,18 +92,24 @@ def module_names(kind: str) -> list[str]:
 
 def find_module(kind: str, name: str) -> ModuleType:
     """The module behind `name`: a file of `evenstep/<kind>/`, what the folder's `fallback` makes
-    of the name, or a dotted path. Raises ValueError with the nearest names."""
+    of the name, or a dotted path. Raises ValueError with the nearest names, and ImportError."""
     names = module_names(kind)
     if name in names:
         return importlib.import_module(f"evenstep.{kind}.{name}")
     fallback = getattr(importlib.import_module(f"evenstep.{kind}"), "fallback", lambda name: None)
     if stem := fallback(name):
         return importlib.import_module(f"evenstep.{kind}.{stem}")
-    if "." in name and importlib.util.find_spec(name.partition(".")[0]):
-        return importlib.import_module(name)
+    if name.partition(".")[0].isidentifier() and importlib.util.find_spec(name.partition(".")[0]):
+        return _with_names(importlib.import_module(name))
     nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise ValueError(
-        f"{name!r} is not in evenstep/{kind}/ ({', '.join(names)}){hint} "
-        "A dotted path of a module that can be imported works too."
+        f"{name!r} is not in evenstep/{kind}/ ({', '.join(names)}); {hint}"
+        "a module that Python can import works too, by its dotted path"
     )
+
+
+def _with_names(module: ModuleType) -> ModuleType:
+    if missing := [name for name in ("Config", "build") if not hasattr(module, name)]:
+        raise ValueError(f"module {module.__name__} has no {' and no '.join(missing)}")
+    return module

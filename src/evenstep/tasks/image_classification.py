@@ -96,6 +96,7 @@ class Inputs:
     classes: list[str]
     channels: int
     image_size: int
+    resizes: bool
     mean: list[float]
     std: list[float]
 
@@ -104,22 +105,22 @@ def build(config: Config) -> Task:
     """Raises ValueError for data that cannot be trained on."""
     splits: ImageSplits = find_module("datasets", config.data.name).build(config.data)
     sources = [source for source in (splits.train, splits.eval) if source is not None]
-    size = config.image_size or common_size(*sources)
+    size, resizes = config.image_size or common_size(*sources), config.image_size is not None
     train, *held_out = (
         uniform(
             source,
             channels=config.channels,
             size=size,
-            resizes=config.image_size is not None,
+            resizes=resizes,
             on_error=config.on_error,
         )
         for source in sources
     )
     given = config.normalize
     mean, std = measure(train) if given == "measured" else (given["mean"], given["std"])
-    inputs = Inputs(list(splits.classes), config.channels, size, mean, std)
+    inputs = Inputs(list(splits.classes), config.channels, size, resizes, mean, std)
     return Task(
-        model=partial(build_model, config, inputs),
+        model=partial(build_model, config.model, inputs),
         train_dataset=train,
         eval_dataset=held_out[0] if held_out else None,
         collate=partial(collate, inputs),
@@ -129,7 +130,7 @@ def build(config: Config) -> Task:
         summarize=partial(summarize, len(inputs.classes)),
         best_metric="accuracy",
         augment=augmentation(config, size) if config.augment else None,
-        export=partial(export, config, inputs),
+        export=partial(export, config.model, inputs),
         data_identity={
             **splits.identity,
             "train_samples": len(train),
@@ -139,9 +140,9 @@ def build(config: Config) -> Task:
     )
 
 
-def build_model(config: Config, inputs: Inputs) -> nn.Module:
-    model: nn.Module = find_module("models", config.model.name).build(
-        config.model,
+def build_model(model_section: Any, inputs: Inputs) -> nn.Module:
+    model: nn.Module = find_module("models", model_section.name).build(
+        model_section,
         num_classes=len(inputs.classes),
         channels=inputs.channels,
         image_size=inputs.image_size,
@@ -235,27 +236,27 @@ def summarize(num_classes: int, table: Table) -> dict[str, Any]:
     return summary
 
 
-def export(config: Config, inputs: Inputs, model: nn.Module, folder: Path) -> None:
+def export(model_section: Any, inputs: Inputs, model: nn.Module, folder: Path) -> None:
     """What it takes to use the weights again: for a transformers model all that `from_pretrained`
     and `AutoImageProcessor` read, its weights included; for others config.json."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)  # type: ignore[operator]
-        _image_processor(config, inputs).save_pretrained(folder)
+        _image_processor(inputs).save_pretrained(folder)
         return
-    description = {"model": config.model.model_dump(), **asdict(inputs)}
+    description = {"model": model_section.model_dump(), **asdict(inputs)}
     description["id2label"] = dict(enumerate(description.pop("classes")))
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
-def _image_processor(config: Config, inputs: Inputs) -> Any:
+def _image_processor(inputs: Inputs) -> Any:
     """The processor of transformers that prepares an image as `images` and `collate` do."""
     from transformers import BitImageProcessor
 
     return BitImageProcessor(
-        do_resize=config.image_size is not None,
+        do_resize=inputs.resizes,
         size={"shortest_edge": inputs.image_size},
         resample=PIL.Image.Resampling.BILINEAR,
-        do_center_crop=config.image_size is not None,
+        do_center_crop=inputs.resizes,
         crop_size={"height": inputs.image_size, "width": inputs.image_size},
         do_normalize=True,
         image_mean=inputs.mean,

@@ -1,0 +1,137 @@
+"""The promise, with real processes: the run config decides the result, the hardware does not."""
+
+import json
+import random
+import time
+
+import pytest
+from launching import command, metrics, run, started, summary, train, write_config
+from safetensors.torch import load_file
+
+from evenstep.plan import Plan
+
+pytestmark = pytest.mark.processes
+NOT_COMPARED = "train/samples_per_second"
+
+
+def assert_same(run_dir, reference, tolerance):
+    """Every logged number, every metric of the summary, and every weight."""
+    rows, expected = metrics(run_dir), metrics(reference)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        for key in row.keys() - {NOT_COMPARED}:
+            assert row[key] == pytest.approx(other[key], rel=tolerance, abs=tolerance), (key, row)
+    assert summary(run_dir)["best"]["step"] == summary(reference)["best"]["step"]
+    weights, others = (load_file(d / "final" / "model.safetensors") for d in (run_dir, reference))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert (weight - others[name]).abs().max() <= tolerance, name
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """40 steps in float64 with dropout, augmentation, BatchNorm, uneven targets, clipping and EMA,
+    on one process and without a stop; with the indices of the samples it saw."""
+    directory = tmp_path_factory.mktemp("reference")
+    (directory / "trace").mkdir()
+    write_config(directory, ema_decay=0.9)
+    train(directory, "one", 1, EXACT_TRACE=str(directory / "trace"))
+    return directory
+
+
+def traced(folder, rank):
+    lines = (folder / f"rank-{rank}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def planned(first_step=1):
+    plan = Plan(num_samples=50, global_batch_size=8, micro_batch_size=2, seed=3)
+    ranges = plan.micro_batches(first_step, 40)
+    return [[plan.sample(position)[1] for position in positions] for positions in ranges]
+
+
+def test_the_samples_are_those_of_the_plan(reference):
+    assert traced(reference / "trace", 0) == planned()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_more_processes_change_nothing(reference, processes):
+    assert_same(train(reference, f"on-{processes}", processes), reference / "runs" / "one", 1e-9)
+
+
+def test_kills_and_resumes_on_other_processes_change_nothing(reference, tmp_path):
+    """kill -9 on 4 processes, again on 1, to the end on 2; after each the samples go on exactly
+    where the checkpoint was."""
+    slow = ("task.seconds_per_batch=0.03", "save_every=3", "name=killed")
+    config = str(reference / "exact.yaml")
+    run_dir = reference / "runs" / "killed"
+    for processes in (4, 1):
+        folder = tmp_path / f"trace-{processes}"
+        folder.mkdir()
+        start = newest_step(run_dir)
+        with started(command(processes, config, *slow), EXACT_TRACE=str(folder)) as process:
+            wait_for_step(run_dir, start + 6, process)
+            time.sleep(random.random() * 0.5)
+        # 4 processes compute every fourth micro-batch each, one process all of them
+        for rank in range(processes):
+            seen = traced(folder, rank)
+            assert seen == planned(start + 1)[rank::processes][: len(seen)]
+    code, output = run(
+        command(2, config, "task.seconds_per_batch=0.03", "save_every=3", "name=killed")
+    )
+    assert code == 0, output
+    assert "resuming from" in output
+    assert_same(run_dir, reference / "runs" / "one", 1e-9)
+
+
+def newest_step(run_dir):
+    names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
+    return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+
+def wait_for_step(run_dir, step, process, seconds=90):
+    deadline = time.monotonic() + seconds
+    while newest_step(run_dir) < step:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "no checkpoint in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_evaluating_and_saving_more_often_changes_no_weight(reference, processes):
+    """CASES 19: the same bits."""
+    often = train(reference, f"often-{processes}", processes, "eval_every=1", "save_every=7")
+    rarely = train(reference, f"rarely-{processes}", processes, "eval_every=100", "log_every=null")
+    assert summary(often)["weights_sha256"] == summary(rarely)["weights_sha256"]
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(10, 4), (3, 8)])
+def test_epochs_that_do_not_divide_into_batches(tmp_path, samples, batch):
+    """CASES 12: n = 10 with batch 4, and fewer samples than a batch."""
+    write_config(tmp_path, global_batch_size=batch, steps=10, epochs=None)
+    task = f"task.num_samples={samples}"
+    one = train(tmp_path, "one", 1, task)
+    assert_same(train(tmp_path, "two", 2, task), one, 1e-9)
+
+
+def test_learning_rates_are_a_function_of_the_step(tmp_path):
+    """CASES 7: 1 - k/10, on 1 and 2 processes, at any accumulation, and after a resume."""
+    write_config(
+        tmp_path, steps=10, optimizer={"name": "sgd", "lr": 1.0}, schedule={"name": "linear"}
+    )
+    for name, processes, *overrides in (("a", 1), ("b", 2), ("c", 1, "micro_batch_size=8")):
+        rows = metrics(train(tmp_path, name, processes, "task.batchnorm=false", *overrides))
+        assert [row["train/lr"] for row in rows] == pytest.approx([1 - k / 10 for k in range(10)])
+
+
+def test_float32_resnet_on_images(tmp_path):
+    """20 steps of ResNet-18 on digits; the losses to 1e-4."""
+    overrides = ("steps=20", "epochs=null", "log_every=1", "save_every=null", "tracking.with=[]")
+    losses = []
+    for processes in (1, 2):
+        arguments = ("configs/digits.yaml", f"output_dir={tmp_path}", f"name=on-{processes}")
+        code, output = run(command(processes, *arguments, *overrides))
+        assert code == 0, output
+        losses.append([row["train/loss"] for row in metrics(tmp_path / f"on-{processes}")])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
