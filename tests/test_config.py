@@ -33,6 +33,8 @@ TASK = """
         cache: str | None = Field(
             None, description="A folder.", json_schema_extra={"housekeeping": True}
         )
+
+    def build(config): ...
 """
 MODEL = """
     from pydantic import BaseModel, ConfigDict, Field
@@ -41,6 +43,8 @@ MODEL = """
         model_config = ConfigDict(frozen=True, extra="forbid")
         name: str = Field(description="Picks the model.")
         depth: int = Field(18, description="How many layers.")
+
+    def build(config): ...
 """
 BASE = """
     task: {name: toy.task, model: {name: toy.model}}
