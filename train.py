@@ -36,14 +36,12 @@ from evenstep import (
 )
 from evenstep.config import RunConfig
 from evenstep.config_file import load, resolved, to_yaml
-from evenstep.config_help import help_text
-from evenstep.errors import run_program
 from evenstep.hardware import Hardware, start
 from evenstep.learner import Learner
-from evenstep.masking import mask
 from evenstep.model_checks import FirstStep
 from evenstep.plan import Plan, seed_of
 from evenstep.precision import autocast
+from evenstep.program import run_program
 from evenstep.run_directory import RunDirectory
 from evenstep.run_state import RunState
 from evenstep.schedule import due, lr_factor
@@ -56,9 +54,6 @@ MicroBatches = Sequence[tuple[int, Batch]]  # (number of targets, batch) of each
 
 def main(argv: Sequence[str]) -> int:
     """Train; returns the exit code. Raises ValueError for what the user has to mend."""
-    if {"-h", "--help"} & {*argv}:
-        print(help_text(argv))
-        return 0
     config, config_file = load(argv)
     hardware = start(config.precision)
     stop = StopRequest()
@@ -75,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
             hardware.say(f"{directory.path} is finished; give another name to train anew")
             return 0
         run = Run(config, hardware, task, plan, learner.build(config, task, hardware))
-        state = run_state.restore(run.learner, config, directory, hardware)
+        state = run_state.restore(run.learner, config, directory)
         console, tracking = open_outputs(lifetimes, run, state, directory, steps.last)
         train_batches, eval_batches = data.loaders(
             task, plan, hardware, config, first_step=state.step + 1, last_step=steps.last
@@ -103,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
             tracking.log(step, row)
             console.log(step, row)
             if due(step, steps.save_every, steps.last) or state.is_best or stopping:
-                run_state.save(state, run.learner, config, directory.path, hardware)
+                run_state.save(state, run.learner, config, directory.path)
             if stopping:
                 break
         return finish(run, state, directory, tracking, done=state.step == steps.last)
@@ -215,7 +210,7 @@ def evaluate(run: Run, state: RunState, batches: Any, directory: Path) -> dict[s
 
 
 def open_directory(config: RunConfig, stem: str) -> RunDirectory:
-    text = mask(to_yaml(config))
+    text = to_yaml(config)
     return run_directory.create(config.output_dir, config.name, stem, config.resume, text)
 
 
@@ -227,10 +222,9 @@ def open_outputs(
     environment.record(directory.path, run.hardware, run.task.data_identity)
     console = progress.create(last, state.step, is_main=run.hardware.is_main)
     lifetimes.enter_context(console)
-    accelerator, settings = run.hardware.accelerator, dict(run.config.tracking)
-    tracking = Tracking(
-        accelerator, directory.path, resolved(run.config), say=console.say, **settings
-    )
+    trackers = {"say": console.say, **dict(run.config.tracking)}
+    accelerator, config = run.hardware.accelerator, resolved(run.config)
+    tracking = Tracking(accelerator, directory.path, config, **trackers)
     return console, lifetimes.enter_context(tracking)
 
 
@@ -242,7 +236,6 @@ def finish(
         checkpoint.export(
             directory.path,
             run.learner.evaluated,
-            accelerator=run.hardware.accelerator,
             task_export=run.task.export,
         )
     status: run_directory.Status = "finished" if done else "stopped"
@@ -253,4 +246,4 @@ def finish(
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(run_program(main, sys.argv[1:]))

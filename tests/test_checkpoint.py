@@ -87,7 +87,6 @@ class Run:
         return checkpoint.save(
             run_dir,
             step,
-            accelerator=self.accelerator,
             model=self.model,
             optimizer=self.optimizer,
             ema=self.ema,
@@ -98,7 +97,6 @@ class Run:
     def load(self, path: Path) -> dict[str, Any]:
         return checkpoint.load(
             path,
-            accelerator=self.accelerator,
             model=self.model,
             optimizer=self.optimizer,
             ema=self.ema,
@@ -298,9 +296,7 @@ def export(run_dir: Path, task_export: Callable[[nn.Module, Path], None] | None)
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text("seed: 0\n")
     run = Run(0, wrap=compiled)
-    return checkpoint.export(
-        run_dir, run.model, accelerator=run.accelerator, task_export=task_export
-    )
+    return checkpoint.export(run_dir, run.model, task_export=task_export)
 
 
 def test_exported_weights_load_into_the_model_as_its_author_wrote_it(run_dir: Path) -> None:
@@ -328,7 +324,7 @@ def test_a_task_that_writes_its_own_weights_writes_the_only_ones(run_dir: Path) 
 
 
 def find(run_dir: Path, resume: str = "auto") -> Path | None:
-    return checkpoint.find(run_dir, resume, Accelerator(cpu=True))
+    return checkpoint.find(run_dir, resume)
 
 
 def fake(run_dir: Path, step: int) -> Path:

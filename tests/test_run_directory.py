@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evenstep import environment, run_directory
-from evenstep.run_directory import to_json, write_atomically
+from evenstep.files import to_json, write_atomically
 from evenstep.run_state import RunState
 
 

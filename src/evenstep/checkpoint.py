@@ -3,7 +3,7 @@
 A checkpoint holds tensors (`*.safetensors`: weights, optimizer state, EMA), `state.json` (the
 step and other numbers), `config.yaml` (the resolved run config) and `manifest.json`. No sampler,
 scheduler, worker or generator state: these are functions of the config and the step.
-All functions with an `accelerator` are called on all processes together, and fail on all together.
+Except `unwrap`, all of it is called on all processes together, and fails on all together.
 """
 
 from __future__ import annotations
@@ -13,27 +13,23 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from evenstep import checkpoint_files as files
-
-T = TypeVar("T")
+from evenstep.processes import is_main, on_main, together
 
 
 def save(
     run_dir: Path,
     step: int,
     *,
-    accelerator: Accelerator,
     model: nn.Module,
     optimizer: Optimizer,
     ema: AveragedModel | None,
@@ -60,39 +56,37 @@ def save(
     final = files.directory(run_dir, step)
     tmp = files.temporary(final)
     try:
-        _on_main(accelerator, lambda: files.begin(tmp))
-        checkpoint_tensors.write(tmp, _together(accelerator, collect))
-        _on_main(accelerator, complete)
+        on_main(lambda: files.begin(tmp))
+        checkpoint_tensors.write(tmp, together(collect))
+        on_main(complete)
     except Exception as error:
-        if accelerator.is_main_process:
+        if is_main():
             shutil.rmtree(tmp, ignore_errors=True)  # it may fill the disk
         raise RuntimeError(f"could not save {final}: {error}") from error
     return final
 
 
-def find(run_dir: Path, resume: str, accelerator: Accelerator) -> Path | None:
+def find(run_dir: Path, resume: str) -> Path | None:
     """The checkpoint to resume from, the same on every process.
 
     `resume` is "auto" (the newest one that is complete and undamaged, or None), or the path of a
     checkpoint or of a run's `best` file: ValueError, naming the file, if that one is broken.
     """
-    path: Path | None = None
-    problem = ""
-    if accelerator.is_main_process:
+
+    def look() -> Path | None:
+        if resume == "auto":
+            return files.newest(run_dir)
         try:
-            path = files.newest(run_dir) if resume == "auto" else files.resolve(Path(resume))
+            return files.resolve(Path(resume))
         except (OSError, ValueError) as error:
-            problem = f"resume: {resume}: {error}"
-    path, problem = broadcast_object_list([path, problem])
-    if problem:
-        raise ValueError(problem)
-    return path
+            raise ValueError(f"resume: {resume}: {error}") from error
+
+    return on_main(look)
 
 
 def load(
     path: Path,
     *,
-    accelerator: Accelerator,
     model: nn.Module,
     optimizer: Optimizer,
     ema: AveragedModel | None,
@@ -109,7 +103,7 @@ def load(
         numbers = json.loads((path / "state.json").read_bytes())
         return checkpoint_tensors.targets(path, model, raw, ema), numbers
 
-    tensors, numbers = _together(accelerator, prepare)
+    tensors, numbers = together(prepare)
     checkpoint_tensors.read(path, tensors, model, ema)
     return numbers
 
@@ -137,7 +131,6 @@ def export(
     run_dir: Path,
     model: nn.Module,
     *,
-    accelerator: Accelerator,
     task_export: Callable[[nn.Module, Path], None] | None,
 ) -> Path:
     """Write `<run_dir>/final/`, atomically: `model.safetensors`, config, and the task's own files.
@@ -158,7 +151,7 @@ def export(
 
     final = run_dir / "final"
     tmp = files.temporary(final)
-    _on_main(accelerator, write)
+    on_main(write)
     return final
 
 
@@ -175,26 +168,3 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def _without_accelerate(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def _together(accelerator: Accelerator, action: Callable[[], T]) -> T:
-    """`action()`, called on every process. If one fails, all raise, and none waits for it."""
-    if accelerator.num_processes == 1:
-        return action()
-    failure: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    errors = gather_object([repr(failure) if failure else ""])
-    if failure:
-        raise failure
-    if any(errors):
-        named = (f"process {rank}: {error}" for rank, error in enumerate(errors) if error)
-        raise RuntimeError("; ".join(named))
-    return result
-
-
-def _on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
-    """`action()` on the main process, while the others wait; if it fails, all raise."""
-    _together(accelerator, lambda: action() if accelerator.is_main_process else None)

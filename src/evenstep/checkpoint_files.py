@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
 from pathlib import Path
+
+from evenstep.files import flush, write_atomically
 
 BEST = "best"
 CHECKPOINTS = "checkpoints"
@@ -60,26 +61,20 @@ def publish(tmp: Path, final: Path) -> None:
     A process killed between the two renames leaves `tmp` complete; `newest` finishes its work.
     """
     for path in [*tmp.rglob("*"), tmp]:
-        _flush(path)
+        flush(path)
     trash = _set_aside(final) if final.exists() else None
     tmp.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
     if trash:
         shutil.rmtree(trash)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a text file atomically: a reader, and a crash, see the old text or the new one."""
-    tmp = path.with_name(f".{path.name}.tmp")
-    tmp.write_text(text, encoding="utf-8")
-    _flush(tmp)
-    tmp.replace(path)
-    _flush(path.parent)
-
-
-def point_best(run_dir: Path, step: int) -> None:
-    """Make the file `best` hold the path, relative to it, of the checkpoint of `step`."""
-    write_text(run_dir / BEST, f"{directory(run_dir, step).relative_to(run_dir)}\n")
+def point_best(run_dir: Path, step: int | None) -> None:
+    """Make the file `best` hold the path, relative to it, of the checkpoint of `step`, if any."""
+    if step is None:
+        (run_dir / BEST).unlink(missing_ok=True)
+        return
+    write_atomically(run_dir / BEST, f"{directory(run_dir, step).relative_to(run_dir)}\n")
 
 
 def verify(path: Path) -> None:
@@ -191,15 +186,6 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """fsync of a file, or of a directory: the names in it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _warn(message: str) -> None:

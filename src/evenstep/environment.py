@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from evenstep.files import to_json, write_atomically
 from evenstep.hardware import Hardware
 from evenstep.masking import mask, mask_command, mask_tree
-from evenstep.run_directory import to_json, write_atomically
 
 PACKAGES = (
     "evenstep",

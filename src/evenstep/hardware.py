@@ -19,8 +19,8 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.utils import GradientAccumulationPlugin
 
 _REHEARSAL = (
-    "REHEARSAL: this machine has no accelerator, so the run takes place in {} process(es) on its "
-    "CPU. The result is what the hardware file would give; the speed is not."
+    "REHEARSAL: this machine has no accelerator, so {} processes on its CPU stand in for it. "
+    "The result is what the hardware file would give; the speed is not."
 )
 
 
@@ -111,10 +111,12 @@ def start(precision: str) -> Hardware:
     )
     check_processes(os.environ, accelerator.num_processes)
     _pin_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if no_accelerator and not _meant_for_cpu(os.environ) and accelerator.is_main_process:
-        print(_REHEARSAL.format(accelerator.num_processes), flush=True)
     channel = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
-    return Hardware(accelerator, channel)
+    hardware = Hardware(accelerator, channel)
+    if no_accelerator and not _meant_for_cpu(os.environ):
+        alone = "no accelerator on this machine: training on its CPU"
+        hardware.say(_REHEARSAL.format(hardware.num_processes) if channel else alone)
+    return hardware
 
 
 def check_settings(environ: Mapping[str, str], precision: str) -> None:

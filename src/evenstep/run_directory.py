@@ -4,51 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import platform
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
-import torch.distributed as dist
-
+from evenstep.files import to_json, write_atomically
 from evenstep.masking import mask
+from evenstep.processes import is_main, on_main
 
 Status = Literal["finished", "stopped", "failed"]
-T = TypeVar("T")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that the old or the new file is there at any moment, a power cut included."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    os.fsync(directory)  # the rename itself
-    os.close(directory)
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON: NaN and infinity become null, arrays and tensors become lists."""
-    return json.dumps(_plain(value), indent=indent, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 class Progress(Protocol):
@@ -136,26 +105,8 @@ def create(
 
     Raises ValueError, on every process, for a directory that is refused or in use by a live run.
     """
-    run = _on_main(lambda: _claim(output_dir, name, stem, resume, config_text))
-    is_main = not dist.is_initialized() or dist.get_rank() == 0
-    return run if is_main else replace(run, lock=None)
-
-
-def _on_main(function: Callable[[], T]) -> T:
-    """What `function` returns, or raises, on the main process: on every process."""
-    if not dist.is_initialized():
-        return function()
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
-    return result
+    run = on_main(lambda: _claim(output_dir, name, stem, resume, config_text))
+    return run if is_main() else replace(run, lock=None)
 
 
 def _claim(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,8 +15,8 @@ import yaml
 from evenstep import checkpoint, checkpoint_files
 from evenstep.config import RunConfig
 from evenstep.config_file import difference, to_yaml
-from evenstep.hardware import Hardware
 from evenstep.learner import Learner
+from evenstep.processes import on_main
 from evenstep.run_directory import RunDirectory
 
 
@@ -42,8 +42,12 @@ class RunState:
         self.seconds += time.perf_counter() - started
 
     @property
+    def best_step(self) -> int | None:
+        return self.best["step"] if self.best else None
+
+    @property
     def is_best(self) -> bool:
-        return self.best is not None and self.best["step"] == self.step
+        return self.best_step == self.step
 
     def evaluated(self, metrics: dict[str, Any], best_metric: str, higher_is_better: bool) -> None:
         """Take over an evaluation at this step."""
@@ -54,56 +58,54 @@ class RunState:
             self.best = {"metric": best_metric, "value": value, "step": self.step}
 
 
-def save(
-    state: RunState, learner: Learner, config: RunConfig, directory: Path, hardware: Hardware
-) -> None:
+def save(state: RunState, learner: Learner, config: RunConfig, directory: Path) -> None:
     """Save a checkpoint of this step; then drop those that `keep_checkpoints` does not keep."""
     checkpoint.save(
         directory,
         state.step,
-        accelerator=hardware.accelerator,
         model=learner.model,
         optimizer=learner.optimizer,
         ema=learner.ema,
         state={**asdict(state), "scaler": learner.scaler.state_dict()},
         config_yaml=to_yaml(config),
     )
-    if hardware.is_main:
-        best_step = state.best["step"] if state.best else None
-        if best_step == state.step:
-            checkpoint_files.point_best(directory, state.step)
-        checkpoint_files.prune(directory, config.keep_checkpoints, best_step)
+    on_main(lambda: _tidy(state, config, directory))
 
 
-def restore(
-    learner: Learner, config: RunConfig, directory: RunDirectory, hardware: Hardware
-) -> RunState:
+def _tidy(state: RunState, config: RunConfig, directory: Path) -> None:
+    checkpoint_files.point_best(directory, state.best_step)
+    checkpoint_files.prune(directory, config.keep_checkpoints, state.best_step)
+
+
+def restore(learner: Learner, config: RunConfig, directory: RunDirectory) -> RunState:
     """The state to go on from, the learner's tensors restored to it; a new one for a new run.
 
     Raises ValueError, with what differs, if a key that decides the result has changed.
     """
     if directory.saved_config is not None:
-        refuse_changes(directory.path, yaml.safe_load(directory.saved_config), config)
-    path = checkpoint.find(directory.path, config.resume, hardware.accelerator)
-    if path is None:
-        return RunState()
-    refuse_changes(path, yaml.safe_load((path / "config.yaml").read_text()), config)
-    saved = checkpoint.load(
-        path,
-        accelerator=hardware.accelerator,
-        model=learner.model,
-        optimizer=learner.optimizer,
-        ema=learner.ema,
-    )
-    learner.scaler.load_state_dict(saved.pop("scaler"))
-    hardware.say(f"resuming from {path}")
-    if hardware.is_main:
-        checkpoint_files.abandon_newer(directory.path, saved["step"])
-    return RunState(**saved)
+        _refuse_changes(directory.path, directory.saved_config, config)
+    path = checkpoint.find(directory.path, config.resume) if config.resume != "never" else None
+    state = RunState()
+    if path is not None:
+        _refuse_changes(path, (path / "config.yaml").read_text(encoding="utf-8"), config)
+        saved = checkpoint.load(
+            path, model=learner.model, optimizer=learner.optimizer, ema=learner.ema
+        )
+        learner.scaler.load_state_dict(saved.pop("scaler"))
+        state = RunState(**saved)
+    on_main(lambda: _say_and_abandon(path, state, directory.path))
+    return state
 
 
-def refuse_changes(where: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
-    if changed := difference(saved, config):
+def _say_and_abandon(path: Path | None, state: RunState, directory: Path) -> None:
+    if path is not None:
+        print(f"resuming from {path}", flush=True)
+    checkpoint_files.abandon_newer(directory, state.step)
+    checkpoint_files.point_best(directory, state.best_step)
+
+
+def _refuse_changes(where: Path, saved: str, config: RunConfig) -> None:
+    if changed := difference(yaml.safe_load(saved), config):
         changes = "\n  ".join(changed)
         raise ValueError(
             f"{where} was started with another run config, and a run is a function of its run "

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
 
+from evenstep.files import to_json, write_atomically
 from evenstep.masking import mask_tree
-from evenstep.run_directory import to_json, write_atomically
 
 
 def check(names: Sequence[str]) -> None:

@@ -1,31 +1,39 @@
-"""How a program ends that was given something it cannot use: one line, not a traceback."""
+"""Between the command line and `main`: help, logging, and how a program ends that cannot go on."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from evenstep.config_help import help_text
 from evenstep.masking import mask
 
 USAGE_ERROR = 2
 _OWN = Path(__file__).parent
 
 
-def run_program(main: Callable[[Sequence[str]], int]) -> int:
-    """The exit code of `main` called with the command line.
+def run_program(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """The exit code of `main(argv)`, or of printing every key if that is what is asked for.
 
     A ValueError that evenstep itself raised is the user's to mend, and is printed once for all
     processes; anything else is a fault, printed with its traceback. `sys.exit` is no success.
     """
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("evenstep").setLevel(logging.INFO if is_main else logging.WARNING)
     try:
-        return main(sys.argv[1:])
+        if {"-h", "--help"} & {*argv}:
+            print(help_text(argv))
+            return 0
+        return main(argv)
     except ValueError as error:
         if not _is_ours(error):
             raise
-        if os.environ.get("RANK", "0") == "0":
+        if is_main:
             print(f"error: {mask(str(error))}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     except SystemExit as error:
