@@ -95,8 +95,9 @@ def main(argv: Sequence[str]) -> int:
                 row |= training_row(run, state, result, lr, pace)
             if eval_batches and due(step, steps.eval_every, steps.last):
                 row |= evaluate(run, state, eval_batches, directory.path)
-            tracking.log(step, row)
-            console.log(step, row)
+            if row:
+                tracking.log(step, row)
+                console.log(step, row)
             if due(step, steps.save_every, steps.last) or state.is_best or stopping:
                 run_state.save(state, run.learner, config, directory.path)
             if stopping:
@@ -142,7 +143,7 @@ def train_step(
         learner.batchnorm.collect()
     learner.scaler.unscale_(learner.optimizer)
     max_norm = run.config.optimizer.max_grad_norm or math.inf
-    grad_norm = accelerator.clip_grad_norm_(learner.model.parameters(), max_norm)
+    grad_norm = torch.nn.utils.clip_grad_norm_(learner.parameters, max_norm)
     # Gradients are summed over the processes: one that is not finite is so on all of them.
     finite = bool(grad_norm.isfinite())
     if finite:
@@ -168,7 +169,7 @@ def forward_backward(run: Run, step: int, turn: int, batches: MicroBatches, targ
     # DDP averages gradients over P processes: P times the mean over all targets gives their sum.
     # `* 0 + 1` is 1, but NaN for a loss that is not finite: its gradient will tell all processes.
     mean_loss = loss * (loss.detach() * 0 + 1) * (hardware.num_processes / max(targets, 1))
-    hardware.accelerator.backward(run.learner.scaler.scale(mean_loss))
+    run.learner.scaler.scale(mean_loss).backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 

@@ -71,7 +71,8 @@ class Run:
         self.ema = AveragedModel(self.plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         settings = dict(OPTIMIZERS[optimizer])
         raw = settings.pop("cls")(self.plain.parameters(), **settings)
-        self.model, self.optimizer = self.accelerator.prepare(wrap(self.plain), raw)
+        self.model, prepared = self.accelerator.prepare(wrap(self.plain), raw)
+        self.optimizer = prepared.optimizer
         self.images = torch.randn(8, 1, 5, 5, dtype=dtype)
 
     def train(self, steps: int) -> Run:

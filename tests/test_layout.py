@@ -44,7 +44,7 @@ def test_the_pure_modules_import_only_the_standard_library_and_torch(module):
 
 
 def test_only_the_modules_at_the_hardware_import_accelerate():
-    assert importers("accelerate") == {"hardware", "checkpoint", "tracking", "batchnorm"}
+    assert importers("accelerate") <= {"hardware", "checkpoint", "tracking", "batchnorm"}
 
 
 def test_only_tracking_imports_wandb():

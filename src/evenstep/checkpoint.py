@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -44,8 +43,7 @@ def save(
     from evenstep import checkpoint_tensors
 
     def collect() -> dict[str, Tensor]:
-        raw = _without_accelerate(optimizer)
-        return checkpoint_tensors.flatten(checkpoint_tensors.collect(model, raw, ema))
+        return checkpoint_tensors.flatten(checkpoint_tensors.collect(model, optimizer, ema))
 
     def complete() -> None:
         numbers = json.dumps({"step": step, **state}, indent=2)
@@ -97,11 +95,9 @@ def load(
     """
     from evenstep import checkpoint_tensors
 
-    raw = _without_accelerate(optimizer)
-
     def prepare() -> tuple[checkpoint_tensors.State, dict[str, Any]]:
         numbers = json.loads((path / "state.json").read_bytes())
-        return checkpoint_tensors.targets(path, model, raw, ema), numbers
+        return checkpoint_tensors.targets(path, model, optimizer, ema), numbers
 
     tensors, numbers = together(prepare)
     checkpoint_tensors.read(path, tensors, model, ema)
@@ -164,7 +160,3 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod
         else:
             return model
-
-
-def _without_accelerate(optimizer: Optimizer) -> Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

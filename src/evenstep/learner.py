@@ -23,7 +23,9 @@ class Learner:
     """As Accelerate prepared it."""
     bare: nn.Module
     """The same weights without wrappers."""
+    parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
+    """Torch's own: Accelerate's wrapper looks for a package on the disk in every step."""
     scaler: torch.amp.GradScaler
     batchnorm: BatchNormStatistics
     ema: AveragedModel | None
@@ -41,8 +43,9 @@ def build(config: RunConfig, task: Task, hardware: Hardware) -> Learner:
     if config.compile:
         bare.compile()  # in place, before `prepare`: no `_orig_mod.` in any saved key
     model, prepared = hardware.accelerator.prepare(bare, optimizer.build(bare, config.optimizer))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaler = grad_scaler(config.precision, hardware.device)
     ema = None
     if config.ema_decay:
         ema = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))  # type: ignore[no-untyped-call]
-    return Learner(model, bare, prepared, scaler, batchnorm, ema)
+    return Learner(model, bare, parameters, prepared.optimizer, scaler, batchnorm, ema)

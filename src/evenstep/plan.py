@@ -18,6 +18,7 @@ from torch import Tensor
 
 BLOCK = 1 << 16  # positions shuffled at a time: 0.5 MB of indices, whatever n is
 ROUNDS = 8
+MAX_BITS = 52
 
 
 def seed_of(name: str, *key: int) -> int:
@@ -32,32 +33,37 @@ def seed_of(name: str, *key: int) -> int:
 def permute(indices: Tensor, n: int, key: int) -> Tensor:
     """Map each of `indices` (int64, 0 <= i < n) through the permutation of range(n) named by `key`.
 
-    A Feistel network over the smallest even number of bits that holds n, walked until the value
-    falls below n again (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): any
-    part of the permutation can be computed alone, so 10^9 samples need no 10^9 integers.
+    A Feistel network over the bits that hold n, walked until the value falls below n (Black and
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): any part of the permutation can be
+    computed alone, so 10^9 samples need no 10^9 integers.
     """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    if half > 26:
-        raise ValueError(f"{n} samples: the plan can order at most 2**52")
+    bits = max(2, (n - 1).bit_length())
+    if bits > MAX_BITS:
+        raise ValueError(f"{n} samples: the plan can order at most 2**{MAX_BITS}")
     keys = [seed_of("round", key, r) & 0x3FFFFFF for r in range(ROUNDS)]
     values = indices.clone()
     todo = torch.arange(len(values))
     while len(todo):
-        values[todo] = walked = _feistel(values[todo], half, keys)
+        values[todo] = walked = _feistel(values[todo], bits, keys)
         todo = todo[walked >= n]
     return values
 
 
-def _feistel(values: Tensor, half: int, keys: list[int]) -> Tensor:
-    mask = (1 << half) - 1
-    left, right = values >> half, values & mask
-    for key in keys:
-        # Multipliers below 2**31 on values below 2**31: no product leaves int64.
-        mixed = (right ^ key) * 0x4F1BBCDD + key
-        mixed = ((mixed ^ (mixed >> 21)) & 0x7FFFFFFF) * 0x2C1B3C6D
-        mixed = ((mixed ^ (mixed >> 18)) & 0x7FFFFFFF) * 0x297A2D39
-        left, right = right, left ^ ((mixed >> 25) & mask)
-    return (left << half) | right
+def _feistel(values: Tensor, bits: int, keys: list[int]) -> Tensor:
+    """Each half in turn is changed by a hash of the other, which can be undone: a permutation."""
+    low = bits // 2
+    left, right = values >> low, values & ((1 << low) - 1)
+    for even, odd in zip(keys[::2], keys[1::2], strict=True):
+        left = left ^ _hash(right, even, bits - low)
+        right = right ^ _hash(left, odd, low)
+    return (left << low) | right
+
+
+def _hash(half: Tensor, key: int, bits: int) -> Tensor:
+    """Multipliers below 2**31 on values below 2**32: no product leaves int64."""
+    mixed = (half ^ key) * 0x4F1BBCDD
+    mixed = ((mixed ^ (mixed >> 25)) & 0x7FFFFFFF) * 0x2C1B3C6D
+    return (mixed >> 27) & ((1 << bits) - 1)
 
 
 @lru_cache(maxsize=4)
