@@ -145,7 +145,7 @@ def train_step(
     max_norm = run.config.optimizer.max_grad_norm or math.inf
     grad_norm = torch.nn.utils.clip_grad_norm_(learner.parameters, max_norm)
     # Gradients are summed over the processes: one that is not finite is so on all of them.
-    finite = bool(grad_norm.isfinite())
+    finite = math.isfinite(grad_norm)
     if finite:
         for group in learner.optimizer.param_groups:
             group["lr"] = lr
@@ -167,9 +167,9 @@ def forward_backward(run: Run, step: int, turn: int, batches: MicroBatches, targ
     with autocast(run.config.precision, hardware.device):
         loss = run.task.loss(run.learner.model, batches[turn][1])
     # DDP averages gradients over P processes: P times the mean over all targets gives their sum.
-    # `* 0 + 1` is 1, but NaN for a loss that is not finite: its gradient will tell all processes.
-    mean_loss = loss * (loss.detach() * 0 + 1) * (hardware.num_processes / max(targets, 1))
-    run.learner.scaler.scale(mean_loss).backward()  # type: ignore[no-untyped-call]
+    # `* 0` is 0, but NaN for a loss that is not finite: its gradient will tell all processes.
+    weight = loss.detach() * 0 + hardware.num_processes / max(targets, 1)
+    loss.backward(run.learner.scaler.scale(weight))  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
@@ -234,11 +234,7 @@ def finish(
 ) -> int:
     """Write `final/` if the run is done, and `summary.json`; returns the exit code."""
     if done:
-        checkpoint.export(
-            directory.path,
-            run.learner.evaluated,
-            task_export=run.task.export,
-        )
+        checkpoint.export(directory.path, run.learner.evaluated, task_export=run.task.export)
     status: run_directory.Status = "finished" if done else "stopped"
     weights = checkpoint.weights_sha256(run.learner.bare)
     summary = directory.write_summary(status, state, weights_sha256=weights)

@@ -48,7 +48,7 @@ def traced(folder, rank):
 def planned(first_step=1):
     plan = Plan(num_samples=50, global_batch_size=8, micro_batch_size=2, seed=3)
     ranges = plan.micro_batches(first_step, 40)
-    return [[plan.sample(position)[1] for position in positions] for positions in ranges]
+    return [[index for _, index in plan.samples(positions)] for positions in ranges]
 
 
 def test_the_samples_are_those_of_the_plan(reference):

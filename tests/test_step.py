@@ -150,7 +150,7 @@ def exact_run(hardware, config, **task_changes):
 @pytest.mark.parametrize("kind", [{}, {"nan_gradient": True}], ids=["loss", "gradient"])
 def test_what_is_not_finite_stops_the_run_before_the_weights_move(hardware, kind):
     plan = Plan(50, global_batch_size=8, micro_batch_size=2, seed=0)
-    bad = plan.sample(5)[1]  # position 5 is in micro-batch 2
+    bad = plan.samples(range(5, 6))[0][1]  # position 5 is in micro-batch 2
     run, batches, targets = exact_run(hardware, configured(), nan_at_index=bad, **kind)
     before = {k: v.clone() for k, v in run.learner.bare.state_dict().items()}
     result = train.train_step(run, 1, batches, targets=targets, lr=0.1)

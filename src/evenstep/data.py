@@ -128,7 +128,7 @@ class PlannedDataset:
         self.dataset, self.plan, self.augment = dataset, plan, augment
 
     def __getitems__(self, positions: range) -> list[Any]:
-        keys = [self.plan.sample(position) for position in positions]
+        keys = self.plan.samples(positions)
         if self.augment is None and hasattr(self.dataset, "__getitems__"):
             # One read for the whole micro-batch, seeded as one should the dataset draw by itself.
             _seed_everything(seed_of("augment", self.plan.seed, *keys[0]))

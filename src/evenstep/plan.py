@@ -137,11 +137,16 @@ class Plan:
         for position in range(start, stop, self.micro_batch_size):
             yield range(position, position + self.micro_batch_size)
 
-    def sample(self, position: int) -> tuple[int, int]:
-        """(epoch, sample index) at a position."""
-        epoch, offset = divmod(position, self.num_samples)
-        block, within = divmod(offset, BLOCK)
-        return epoch, _ordered_block(self.seed, self.num_samples, epoch, block)[within]
+    def samples(self, positions: range) -> list[tuple[int, int]]:
+        """(epoch, sample index) at each of a run of positions."""
+        found: list[tuple[int, int]] = []
+        while len(found) < len(positions):
+            epoch, offset = divmod(positions[len(found)], self.num_samples)
+            block, within = divmod(offset, BLOCK)
+            indices = _ordered_block(self.seed, self.num_samples, epoch, block)
+            wanted = len(positions) - len(found)
+            found += [(epoch, index) for index in indices[within : within + wanted]]
+        return found
 
 
 def check_batch_sizes(global_batch_size: int, micro_batch_size: int) -> None:
