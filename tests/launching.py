@@ -31,17 +31,19 @@ EXACT = {
 }
 
 
-def command(processes: int, *arguments: str) -> list[str]:
+def command(processes: int, *arguments: str, script: Path = ROOT / "train.py") -> list[str]:
     """`accelerate launch` with the shipped hardware file for 1, 2 or 4 CPU processes."""
     name = "cpu" if processes == 1 else f"cpu_{processes}"
     hardware = ROOT / "accelerate_configs" / f"{name}.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(hardware)]
     port = [] if processes == 1 else ["--main_process_port", "0"]
-    return [*launcher, *port, str(ROOT / "train.py"), *arguments]
+    return [*launcher, *port, str(script), *arguments]
 
 
 def environment(**extra: str) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    # passive: processes that share cores should not spin while they wait for their threads
+    inherited["OMP_WAIT_POLICY"] = "passive"
     return {**inherited, "PYTHONPATH": str(ROOT / "tests"), "HF_HUB_OFFLINE": "1", **extra}
 
 
