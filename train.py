@@ -20,9 +20,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from evenstep import (
     checkpoint,
     data,
@@ -35,7 +32,7 @@ from evenstep import (
     run_state,
 )
 from evenstep.config import RunConfig
-from evenstep.config_file import load, resolved, to_yaml
+from evenstep.config_file import load, resolved
 from evenstep.hardware import Hardware, start
 from evenstep.learner import Learner
 from evenstep.model_checks import FirstStep
@@ -45,11 +42,15 @@ from evenstep.program import run_program
 from evenstep.run_directory import RunDirectory
 from evenstep.run_state import RunState
 from evenstep.schedule import due, lr_factor
+from evenstep.seeding import seed_everything
 from evenstep.stop import STOPPED, StopRequest
 from evenstep.task import Batch, Task, find_module
 from evenstep.tracking import Tracking
 
-MicroBatches = Sequence[tuple[int, Batch]]  # (number of targets, batch) of each
+import torch
+from torch import Tensor
+
+MicroBatches = Sequence[tuple[float, Batch]]  # (number of targets, batch) of each
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
     hardware.say(plan.describe(hardware.num_processes, steps.last))
 
     with ExitStack() as lifetimes:
-        directory = lifetimes.enter_context(open_directory(config, config_file.stem))
+        directory = run_state.open_directory(config, config_file.stem)
+        lifetimes.enter_context(directory)
         if directory.finished:
             hardware.say(f"{directory.path} is finished; give another name to train anew")
             return 0
@@ -82,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
             with state.training(step):
                 batches = list(islice(train_batches, accumulation))
                 # One message a step: what to divide the loss by, and whether anyone is to stop.
-                targets, stopping = hardware.sum(sum(n for n, _ in batches), int(stop.requested))
+                targets, stopping = hardware.sum(sum(n for n, _ in batches), stop.requested)
                 lr = config.optimizer.lr * lr_factor(step, steps.last, **steps.schedule)
                 result = train_step(run, step, batches, targets=targets, lr=lr)
             first_step.check()
@@ -120,7 +122,7 @@ class Run:
 class StepResult:
     losses: list[Tensor]
     """The summed loss of each micro-batch of this process."""
-    targets: int
+    targets: float
     """Of the global batch."""
     grad_norm: Tensor
     """Of the mean loss over the global batch, before clipping."""
@@ -129,7 +131,7 @@ class StepResult:
 
 
 def train_step(
-    run: Run, step: int, batches: MicroBatches, *, targets: int, lr: float
+    run: Run, step: int, batches: MicroBatches, *, targets: float, lr: float
 ) -> StepResult:
     """One optimizer step; `batches` are this process's share, `targets` those of all processes."""
     learner, accelerator = run.learner, run.hardware.accelerator
@@ -159,11 +161,13 @@ def train_step(
     return StepResult(losses, targets, grad_norm, finite)
 
 
-def forward_backward(run: Run, step: int, turn: int, batches: MicroBatches, targets: int) -> Tensor:
+def forward_backward(
+    run: Run, step: int, turn: int, batches: MicroBatches, targets: float
+) -> Tensor:
     """Add the gradient of one micro-batch to the step's; returns its summed loss."""
     hardware = run.hardware
     number = hardware.rank + turn * hardware.num_processes
-    hardware.seed(seed_of("forward", run.config.seed, step, number))
+    seed_everything(seed_of("forward", run.config.seed, step, number), hardware.device)
     with autocast(run.config.precision, hardware.device):
         loss = run.task.loss(run.learner.model, batches[turn][1])
     # DDP averages gradients over P processes: P times the mean over all targets gives their sum.
@@ -196,10 +200,10 @@ def evaluate(run: Run, state: RunState, batches: Any, directory: Path) -> dict[s
     model = run.learner.evaluated.eval()
     rows = evaluation.Rows()
     for indices, batch in batches:
-        run.hardware.seed(seed_of("score", run.config.seed, indices[0]))
+        seed_everything(seed_of("score", indices[0]), run.hardware.device)
         with autocast(run.config.precision, run.hardware.device):
             rows.add(indices, run.task.score(model, batch))
-    run.learner.bare.train()
+    run.learner.train()
     metrics: dict[str, Any] = {}
     if parts := run.hardware.gather(rows.columns()):  # on the main process
         table = evaluation.merge(parts)
@@ -208,11 +212,6 @@ def evaluate(run: Run, state: RunState, batches: Any, directory: Path) -> dict[s
     metrics = run.hardware.from_main(metrics)
     state.evaluated(metrics, f"eval/{run.task.best_metric}", run.task.higher_is_better)
     return metrics
-
-
-def open_directory(config: RunConfig, stem: str) -> RunDirectory:
-    text = to_yaml(config)
-    return run_directory.create(config.output_dir, config.name, stem, config.resume, text)
 
 
 def open_outputs(
@@ -239,7 +238,10 @@ def finish(
     weights = checkpoint.weights_sha256(run.learner.bare)
     summary = directory.write_summary(status, state, weights_sha256=weights)
     tracking.finish(summary)
-    return 0 if done else STOPPED
+    if done:
+        return 0
+    run.hardware.say(f"stopped at step {state.step}: the same command goes on from there")
+    return STOPPED
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from evenstep.datasets import digits
+
 import torch
 from tiny_model import Network, starts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from evenstep.datasets import digits
 
 sys.path.append(str(Path(__file__).parent.parent))
 import train

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from torch import Tensor, nn
-
 from evenstep.sections import Section
+
+from torch import Tensor, nn
 
 starts: list[float] = []
 """The time of every forward, in seconds."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evenstep.task import Batch, Table, Task
+
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
-
-from evenstep.task import Batch, Table, Task
 
 
 class Config(BaseModel):
@@ -31,7 +33,11 @@ class Config(BaseModel):
     augment: bool = True
     nan_at_index: int | None = None  # this sample's loss is NaN
     nan_gradient: bool = False  # ... or finite, with a NaN gradient
+    layer_drop: bool = False  # a layer that a forward uses or not
+    draws: bool = False  # from random and numpy too: in the model, its weights and the eval split
+    weighted: bool = False  # targets count 0.7 each
     fail_on_rank: int | None = None
+    fail_with: str = ""
     seconds_per_batch: float = 0.0
 
 
@@ -51,6 +57,14 @@ class Sequences:
         return {"x": self.x[index], "y": self.y[index], "mask": counted, "index": index}
 
 
+class NoisySequences(Sequences):
+    """Draws when it is read, as an evaluation split should not, but may."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] + torch.randn(5, 8)}
+
+
 class Network(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -58,10 +72,18 @@ class Network(nn.Module):
         self.norm = nn.BatchNorm1d(16) if config.batchnorm else nn.Identity()
         self.drop = nn.Dropout(config.dropout)
         self.outer = nn.Linear(16, 3)
+        self.extra = nn.Linear(16, 16) if config.layer_drop else None
+        self.draws = config.draws
+        if config.draws:
+            self.outer.weight.data += torch.from_numpy(np.random.randn(3, 16)).float() / 10
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.inner(x)
         hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden).relu()
+        if self.extra is not None and torch.rand(()) < 0.5:
+            hidden = hidden + self.extra(hidden)
+        if self.draws and self.training:
+            hidden = hidden * (1 + 0.1 * random.random() + 0.1 * np.random.rand())
         return self.outer(self.drop(hidden))
 
 
@@ -70,12 +92,12 @@ def build(config: Config) -> Task:
         trace(batch)
         time.sleep(config.seconds_per_batch)
         if config.fail_on_rank == int(os.environ.get("RANK", "0")):
-            raise RuntimeError("this rank fails")
+            raise RuntimeError(f"this rank fails {config.fail_with}")
         losses = token_losses(model, batch)
         if config.nan_at_index in batch["index"].tolist():
             zero = losses.flatten()[0] * 0
             losses = losses + (zero.sqrt() - zero.detach() if config.nan_gradient else zero / zero)
-        return (losses * batch["mask"]).sum()
+        return (losses * batch["mask"]).sum() * (0.7 if config.weighted else 1)
 
     def score(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         losses = token_losses(model, batch) * batch["mask"]
@@ -88,12 +110,13 @@ def build(config: Config) -> Task:
             "loss": float(table["loss"].sum() / table["targets"].sum()),
         }
 
+    held_out = (NoisySequences if config.draws else Sequences)(config.num_eval, seed=2)
     return Task(
         model=lambda: Network(config),
         train_dataset=Sequences(config.num_samples, seed=1),
-        eval_dataset=Sequences(config.num_eval, seed=2) if config.num_eval else None,
+        eval_dataset=held_out if config.num_eval else None,
         collate=collate,
-        count=lambda batch: int(batch["mask"].sum()),
+        count=lambda batch: batch["mask"].sum() * (0.7 if config.weighted else 1),
         loss=loss,
         score=score,
         summarize=summarize,

@@ -2,14 +2,14 @@
 
 import io
 
+from evenstep.sections import specialise
+from evenstep.task import find_module
+from evenstep.tasks import image_classification
+
 import numpy as np
 import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from evenstep.sections import specialise
-from evenstep.task import find_module
-from evenstep.tasks import image_classification
 
 
 def picture(value=0, size=(8, 8), mode="RGB"):

@@ -1,11 +1,11 @@
 """BatchNorm statistics against an independent computation from the micro-batches themselves."""
 
+from evenstep.batchnorm import BatchNormStatistics
+
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-
-from evenstep.batchnorm import BatchNormStatistics
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from evenstep import checkpoint
+from evenstep import checkpoint_files as files
+
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from launching import run
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-from evenstep import checkpoint
-from evenstep import checkpoint_files as files
 
 ADAMW = {"cls": torch.optim.AdamW, "lr": 0.1, "weight_decay": 0.1}
 OPTIMIZERS: dict[str, dict[str, Any]] = {

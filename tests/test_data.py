@@ -2,13 +2,13 @@
 
 import random
 
-import numpy as np
-import pytest
-import torch
-
 from evenstep.data import PlannedDataset, eval_loader, train_loader
 from evenstep.plan import Plan
 from evenstep.task import Task
+
+import numpy as np
+import pytest
+import torch
 
 
 class Numbers:

@@ -1,10 +1,10 @@
+from evenstep.data import EvalBatches
+from evenstep.evaluation import Rows, merge, write_predictions
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-
-from evenstep.data import EvalBatches
-from evenstep.evaluation import Rows, merge, write_predictions
 
 
 def evaluated(n, batch_size, num_processes):
@@ -40,8 +40,13 @@ def test_processes_run_the_same_number_of_forwards(n, num_processes):
 
 
 def test_a_column_of_another_length_is_named():
-    with pytest.raises(ValueError, match="2 rows in column 'loss' for a batch of 3 samples"):
+    with pytest.raises(ValueError, match=r"shape \(2,\) in column 'loss' for a batch of 3 samples"):
         Rows().add([0, 1, 2], {"loss": torch.zeros(2)})
+
+
+def test_a_column_may_not_take_the_place_of_the_index():
+    with pytest.raises(ValueError, match="'index'"):
+        Rows().add([0], {"index": torch.zeros(1)})
 
 
 def test_predictions_are_read_back(tmp_path):

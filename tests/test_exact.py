@@ -2,15 +2,16 @@
 
 import json
 import random
+import shutil
 import time
 from pathlib import Path
+
+from evenstep.plan import Plan
 
 import pytest
 import torch
 from launching import command, metrics, run, started, summary, train, write_config
 from safetensors.torch import load_file
-
-from evenstep.plan import Plan
 
 pytestmark = pytest.mark.processes
 NOT_COMPARED = "train/samples_per_second"
@@ -106,6 +107,33 @@ def test_evaluating_and_saving_more_often_changes_no_weight(reference, processes
     often = train(reference, f"often-{processes}", processes, "eval_every=1", "save_every=7")
     rarely = train(reference, f"rarely-{processes}", processes, "eval_every=100", "log_every=null")
     assert summary(often)["weights_sha256"] == summary(rarely)["weights_sha256"]
+
+
+def test_models_and_tasks_that_make_it_hard(tmp_path):
+    """Layers used or not at random, draws from `random` and numpy in the model, its weights and the
+    evaluation split, and targets with weights."""
+    write_config(tmp_path, steps=20)
+    hard = ("task.layer_drop=true", "task.draws=true", "task.weighted=true")
+    one = train(tmp_path, "one", 1, *hard)
+    assert_same(train(tmp_path, "two", 2, *hard), one, 1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_with_an_average_and_a_resume(tmp_path, precision):
+    """The resume has the same bits: loss scale, average and optimizer state come back."""
+    write_config(
+        tmp_path, steps=12, save_every=6, precision=precision, ema_decay=0.9, keep_checkpoints=9
+    )
+    whole = train(tmp_path, "whole", 1)
+    part = train(tmp_path, "part", 1)
+    for name in ("step-00000012", "step-00000010"):  # the last, and the best if it is that one
+        shutil.rmtree(part / "checkpoints" / name, ignore_errors=True)
+    (part / "summary.json").unlink()
+    code, output = run(command(1, str(tmp_path / "exact.yaml"), "name=part"))
+    assert code == 0, output
+    assert "resuming from" in output
+    assert summary(part)["weights_sha256"] == summary(whole)["weights_sha256"]
+    assert_same(part, whole, 0)
 
 
 @pytest.mark.parametrize(("samples", "batch"), [(10, 4), (3, 8)])

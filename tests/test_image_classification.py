@@ -4,6 +4,9 @@ import json
 import pickle
 import warnings
 
+from evenstep.labels import IGNORED
+from evenstep.task import find_module
+
 import datasets
 import numpy as np
 import PIL.Image
@@ -14,9 +17,6 @@ from image_files import batch, folder, picture, png, ramp16, table, task
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import nn
-
-from evenstep.labels import IGNORED
-from evenstep.task import find_module
 
 TINY_VIT = {
     "name": "vit",

@@ -4,15 +4,6 @@ import logging
 import subprocess
 import sys
 
-import datasets
-import image_files
-import numpy as np
-import PIL.Image
-import pyarrow as pa
-import pytest
-import torch
-from image_files import folder, picture, png, ramp16, splits, table
-
 from evenstep.images import (
     BadImage,
     ImageDataset,
@@ -26,6 +17,15 @@ from evenstep.images import (
     uniform,
 )
 from evenstep.labels import IGNORED, LabelMap, seeded_split
+
+import datasets
+import image_files
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pytest
+import torch
+from image_files import folder, picture, png, ramp16, splits, table
 
 
 @pytest.fixture(autouse=True)

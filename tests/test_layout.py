@@ -89,3 +89,9 @@ def test_a_hardware_file_is_short_commented_and_decides_no_result(path):
     assert len(text.splitlines()) < 40
     keys = yaml.safe_load(text)
     assert not {"mixed_precision", "gradient_accumulation_steps", "gradient_clipping"} & set(keys)
+
+
+def test_ci_runs_the_command_that_the_readme_gives():
+    readme = (ROOT / "README.md").read_text().splitlines()
+    (command,) = [line for line in readme if line.endswith("python -m pytest")]
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()

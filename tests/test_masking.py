@@ -2,9 +2,9 @@
 
 import time
 
-import pytest
-
 from evenstep.masking import mask, mask_command, mask_tree
+
+import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -2,11 +2,11 @@
 
 import sys
 
-import pytest
-import torch
-
 from evenstep import models
 from evenstep.task import find_module, module_names
+
+import pytest
+import torch
 
 OWN = [name for name in module_names("models") if name not in ("timm", "transformers")]
 TINY_VIT = {

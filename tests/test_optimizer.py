@@ -1,5 +1,7 @@
 from types import SimpleNamespace
 
+from evenstep.optimizer import build, parameter_groups
+
 import pytest
 import torch
 import torchvision
@@ -14,8 +16,6 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
-
-from evenstep.optimizer import build, parameter_groups
 
 SMALL = {
     "num_hidden_layers": 1,

@@ -1,7 +1,7 @@
+from evenstep.plan import BLOCK, Plan, permute, seed_of
+
 import pytest
 import torch
-
-from evenstep.plan import BLOCK, Plan, permute, seed_of
 
 
 def plan(n=10, batch=4, micro=2, seed=0):
@@ -100,6 +100,11 @@ def test_processes_that_do_not_divide_are_refused_with_what_would_work():
 def test_micro_batch_size_must_divide():
     with pytest.raises(ValueError, match=r"micro_batch_size 5.*global_batch_size 8.*\[2, 4\]"):
         plan(batch=8, micro=5)
+
+
+def test_huge_numbers_are_refused_at_once():
+    with pytest.raises(ValueError, match="micro_batch_size 7"):
+        plan(batch=10**9, micro=7)
 
 
 def test_no_samples_is_an_error():

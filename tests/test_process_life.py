@@ -123,9 +123,13 @@ def test_processes_started_by_torchrun_alone_know_each_other(tmp_path):
 def test_a_second_launch_of_a_finished_run_says_so(tmp_path):
     write_config(tmp_path, steps=3)
     train(tmp_path, "done", 1)
-    code, output = run(command(1, str(tmp_path / "exact.yaml"), "name=done"))
+    again = command(1, str(tmp_path / "exact.yaml"), "name=done")
+    code, output = run(again)
     assert code == 0
     assert "is finished" in output
+    code, output = run([*again, "optimizer.lr=0.5"])
+    assert code != 0
+    assert "optimizer.lr: 0.01 -> 0.5" in output
 
 
 def test_a_resume_with_another_result_is_refused(tmp_path):
@@ -138,6 +142,18 @@ def test_a_resume_with_another_result_is_refused(tmp_path):
     assert "optimizer.lr: 0.01 -> 0.5" in output
     code, output = run(command(1, config, "name=changed", "log_every=2"))
     assert code == 0, output
+
+
+def test_a_secret_in_a_traceback_is_masked(tmp_path):
+    config = str(write_config(tmp_path))
+    secret = "hf_abcdefghijklmnopqrstuv"
+    arguments = [config, "name=secret", f"task.fail_with={secret}", "task.fail_on_rank=0"]
+    code, output = run([sys.executable, str(ROOT / "train.py"), *arguments], HF_TOKEN=secret)
+    assert code == 1
+    assert "this rank fails" in output
+    files = [p for p in (tmp_path / "runs" / "secret").rglob("*") if p.is_file()]
+    assert secret not in output
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
 def test_bad_input_is_one_line_not_a_traceback(tmp_path):

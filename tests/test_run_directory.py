@@ -8,12 +8,12 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-import torch
-
 from evenstep import environment, run_directory
 from evenstep.files import to_json, write_atomically
 from evenstep.run_state import RunState
+
+import pytest
+import torch
 
 
 def create(output_dir, name="a", resume="auto", config_text="seed: 0\n"):

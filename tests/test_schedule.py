@@ -1,8 +1,8 @@
 import math
 
-import pytest
-
 from evenstep.schedule import Duration, due, lr_factor
+
+import pytest
 
 
 def factors(name, total, **options):

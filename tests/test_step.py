@@ -4,13 +4,6 @@ import copy
 from functools import partial
 from types import SimpleNamespace
 
-import exact_task
-import pytest
-import torch
-from accelerate import Accelerator
-from torch import nn
-from torch.func import functional_call
-
 import train
 from evenstep import learner, nonfinite
 from evenstep.config import SGD, AdamW
@@ -19,6 +12,13 @@ from evenstep.hardware import Hardware
 from evenstep.plan import Plan
 from evenstep.precision import cast_batch
 from evenstep.task import Task
+
+import exact_task
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.func import functional_call
 
 
 @pytest.fixture(scope="module")

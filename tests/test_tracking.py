@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 
-import pytest
-
 from evenstep import progress, tracking
 from evenstep.tracking import JsonLines
+
+import pytest
 
 # Three lives of one run: an exception after step 30, a resume from a checkpoint of step 10 that
 # ends in sys.exit(0), and a resume from step 40 that finishes.

@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from evenstep import checkpoint_files as files
+from evenstep.files import to_json
+from evenstep.processes import is_main, on_main, together
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
-
-from evenstep import checkpoint_files as files
-from evenstep.processes import is_main, on_main, together
 
 
 def save(
@@ -46,7 +47,7 @@ def save(
         return checkpoint_tensors.flatten(checkpoint_tensors.collect(model, optimizer, ema))
 
     def complete() -> None:
-        numbers = json.dumps({"step": step, **state}, indent=2)
+        numbers = to_json({"step": step, **state}, indent=2)
         (tmp / "state.json").write_text(numbers + "\n", encoding="utf-8")
         (tmp / "config.yaml").write_text(config_yaml, encoding="utf-8")
         files.complete(tmp, final)
@@ -67,15 +68,15 @@ def save(
 def find(run_dir: Path, resume: str) -> Path | None:
     """The checkpoint to resume from, the same on every process.
 
-    `resume` is "auto" (the newest one that is complete and undamaged, or None), or the path of a
-    checkpoint or of a run's `best` file: ValueError, naming the file, if that one is broken.
+    `resume` is "auto" (the newest one that is complete and undamaged, or None), "best", or the path
+    of a checkpoint or of a run's `best` file: ValueError, naming the file, if that one is broken.
     """
 
     def look() -> Path | None:
         if resume == "auto":
             return files.newest(run_dir)
         try:
-            return files.resolve(Path(resume))
+            return files.resolve(run_dir / files.BEST if resume == "best" else Path(resume))
         except (OSError, ValueError) as error:
             raise ValueError(f"resume: {resume}: {error}") from error
 
@@ -109,10 +110,10 @@ def weights_sha256(model: nn.Module) -> str:
 
     Names and values are those of the model without DDP, FSDP2 or torch.compile around it.
     """
+    from evenstep.checkpoint_tensors import flatten
+
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.tensor import DTensor
-
-    from evenstep.checkpoint_tensors import flatten
 
     digest = hashlib.sha256()
     for name, tensor in sorted(flatten(get_model_state_dict(model)).items()):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, PlainValidator, ValidationInfo, field_validator
-
 from evenstep.plan import check_batch_sizes
 from evenstep.schedule import Duration, ScheduleName
 from evenstep.sections import HOUSEKEEPING, Section
 from evenstep.task import Named
+
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationInfo, field_validator
 
 
 def _parsed(value: Any) -> Duration:
@@ -90,10 +90,12 @@ class Schedule(Section):
             key: value.steps(steps_per_epoch, total_steps) if isinstance(value, Duration) else value
             for key, value in self
         }
-        used = arguments["warmup"] + arguments.get("decay", 0)
-        if used > total_steps:
+        rest = total_steps - arguments["warmup"]
+        if arguments.get("decay", 0) == rest + 1:
+            arguments["decay"] = rest  # 50% and 50% of 3 steps, both rounded up
+        if arguments.get("decay", 0) > rest or rest < 0:
             raise ValueError(
-                f"schedule.warmup and decay take {used} steps, but the run has {total_steps}: "
+                f"schedule.warmup ({self.warmup}) and decay do not fit into {total_steps} steps: "
                 "shorten them or train longer"
             )
         return arguments
@@ -178,16 +180,16 @@ class RunConfig(Section):
     task: Annotated[Any, Named("tasks")]
     """What is trained, on which data, and how it is judged; its name picks its keys."""
 
-    global_batch_size: int = Field(ge=1, title="batch size")
+    global_batch_size: int = Field(ge=1, le=10**9, title="batch size")
     """Samples of an optimizer step, over all processes."""
 
     micro_batch_size: int = Field(ge=1)
     """Samples of one forward and backward; divides global_batch_size."""
 
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=10**9)
     """Length of the run in passes over the data; or give steps."""
 
-    steps: int | None = Field(default=None, ge=1, validate_default=True)
+    steps: int | None = Field(default=None, ge=1, le=10**12, validate_default=True)
     """Length of the run in optimizer steps; or give epochs."""
 
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
@@ -230,7 +232,8 @@ class RunConfig(Section):
     """How many of the newest checkpoints are kept, beside the best."""
 
     resume: str = Field(default="auto", json_schema_extra=HOUSEKEEPING)
-    """auto goes on where a run of this name stopped, never refuses to; or a checkpoint's path."""
+    """auto: go on where a run of this name stopped; never: refuse a name that exists; best: go back
+    to the best checkpoint; or the path of one."""
 
     num_workers: int = Field(default=0, ge=0, json_schema_extra=HOUSEKEEPING)
     """Processes that load data for each training process."""

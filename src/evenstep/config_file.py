@@ -11,14 +11,14 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+from evenstep.config import RunConfig
+from evenstep.masking import mask, mask_command, mask_tree
+from evenstep.sections import Key, is_housekeeping, keys, specialise
+
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-
-from evenstep.config import RunConfig
-from evenstep.masking import mask, mask_command, mask_tree
-from evenstep.sections import Key, is_housekeeping, keys, specialise
 
 REPOSITORY = Path(__file__).parents[2]
 DEFAULT = "configs/digits.yaml"

@@ -9,14 +9,15 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
-
 from evenstep.config import RunConfig
 from evenstep.config_file import read
+from evenstep.masking import mask
 from evenstep.schedule import Duration
 from evenstep.sections import Key, keys, sections, specialise
 from evenstep.task import Named, module_names
+
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 WIDTH = 100
 _USAGE = """\
@@ -33,16 +34,25 @@ def help_text(argv: Sequence[str]) -> str:
     draft = read([argument for argument in argv if argument not in ("-h", "--help")])
     entries = list(keys(specialise(RunConfig, draft.raw)))
     margin = max(len(".".join(key)) for key, _ in entries) + 2
-    lines = [_entry(key, field, margin) for key, field in entries]
+    lines = [_entry(key, field, margin, _given(draft.raw, key)) for key, field in entries]
     return "\n".join([_USAGE.format(path=draft.path), *lines])
 
 
-def _entry(key: Key, field: FieldInfo, margin: int) -> str:
+def _given(raw: Any, key: Key) -> str:
+    """What the run config at hand gives for a key, if anything."""
+    for part in key:
+        if not isinstance(raw, dict) or part not in raw:
+            return ""
+        raw = raw[part]
+    return f", here {json.dumps(raw, default=str)}"
+
+
+def _entry(key: Key, field: FieldInfo, margin: int, given: str) -> str:
     sentence = field.description or ""
     if sections(field):
         return "\n" + textwrap.fill(f"{'.'.join(key)}: {sentence}{_modules(field)}", WIDTH)
     return textwrap.fill(
-        f"{sentence} [{_type(field.annotation)}, {_default(field)}]",
+        mask(f"{sentence} [{_type(field.annotation)}, {_default(field)}{given}]"),
         WIDTH,
         initial_indent=".".join(key).ljust(margin),
         subsequent_indent=" " * margin,
@@ -51,7 +61,7 @@ def _entry(key: Key, field: FieldInfo, margin: int) -> str:
 
 def _modules(field: FieldInfo) -> str:
     kinds = [mark.kind for mark in field.metadata if isinstance(mark, Named)]
-    return "".join(f" Here: {', '.join(module_names(kind))}." for kind in kinds)
+    return "".join(f" Files: {', '.join(module_names(kind))}." for kind in kinds)
 
 
 def _default(field: FieldInfo) -> str:

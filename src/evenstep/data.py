@@ -7,21 +7,19 @@ run starts at any step in O(1).
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
-
-import numpy as np
-import torch
-from torch.utils.data import DataLoader
 
 from evenstep.config import RunConfig
 from evenstep.hardware import Hardware
 from evenstep.plan import Plan, seed_of
 from evenstep.precision import cast_batch
+from evenstep.seeding import seed_everything
 from evenstep.stop import shield_worker
 from evenstep.task import Batch, Dataset, Task
+
+from torch.utils.data import DataLoader
 
 Cast = Callable[[Batch], Batch]
 
@@ -34,7 +32,7 @@ def loaders(
     *,
     first_step: int,
     last_step: int,
-) -> tuple[Iterator[tuple[int, Batch]], Iterable[tuple[list[int], Batch]] | None]:
+) -> tuple[Iterator[tuple[float, Batch]], Iterable[tuple[list[int], Batch]] | None]:
     """This process's training micro-batches, and its evaluation batches, on its device."""
     options: dict[str, Any] = {
         "cast": partial(cast_batch, precision=config.precision),
@@ -71,6 +69,8 @@ def eval_loader(
     """
     if task.eval_dataset is None:
         return None
+    if not len(task.eval_dataset):
+        raise ValueError("the evaluation split has no samples; None in its place switches it off")
     return DataLoader(
         IndexedDataset(task.eval_dataset),  # type: ignore[arg-type]
         batch_sampler=EvalBatches(len(task.eval_dataset), batch_size, num_processes),
@@ -79,9 +79,9 @@ def eval_loader(
     )
 
 
-def _collate_counted(task: Task, cast: Cast, samples: Sequence[Any]) -> tuple[int, Batch]:
+def _collate_counted(task: Task, cast: Cast, samples: Sequence[Any]) -> tuple[float, Batch]:
     batch = task.collate(samples)
-    return task.count(batch), cast(batch)
+    return float(task.count(batch)), cast(batch)  # a tensor too, which would move to the device
 
 
 def _collate_indexed(
@@ -131,30 +131,28 @@ class PlannedDataset:
         keys = self.plan.samples(positions)
         if self.augment is None and hasattr(self.dataset, "__getitems__"):
             # One read for the whole micro-batch, seeded as one should the dataset draw by itself.
-            _seed_everything(seed_of("augment", self.plan.seed, *keys[0]))
+            seed_everything(seed_of("augment", self.plan.seed, *keys[0]))
             return list(self.dataset.__getitems__([index for _, index in keys]))
         return [self._sample(epoch, index) for epoch, index in keys]
 
     def _sample(self, epoch: int, index: int) -> Any:
-        _seed_everything(seed_of("augment", self.plan.seed, epoch, index))
+        seed_everything(seed_of("augment", self.plan.seed, epoch, index))
         sample = self.dataset[index]
         return sample if self.augment is None else self.augment(sample)
 
 
 class IndexedDataset:
-    """The evaluation split: (sample index, sample) pairs."""
+    """The evaluation split: (sample index, sample) pairs. Should it draw, then always the same."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
     def __getitems__(self, indices: range) -> list[tuple[int, Any]]:
         if hasattr(self.dataset, "__getitems__"):
+            seed_everything(seed_of("evaluate", indices[0]))
             return list(zip(indices, self.dataset.__getitems__(list(indices)), strict=True))
-        return [(index, self.dataset[index]) for index in indices]
+        return [(index, self._sample(index)) for index in indices]
 
-
-def _seed_everything(seed: int) -> None:
-    """Seed what augmentations draw from. `torch.manual_seed` would take 70 us, this takes 7."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    def _sample(self, index: int) -> Any:
+        seed_everything(seed_of("evaluate", index))
+        return self.dataset[index]

@@ -15,11 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from evenstep.files import to_json, write_atomically
 from evenstep.hardware import Hardware
 from evenstep.masking import mask, mask_command, mask_tree
+
+import torch
 
 PACKAGES = (
     "evenstep",
@@ -47,9 +47,16 @@ def record(run_dir: Path, hardware: Hardware, data_identity: Mapping[str, Any]) 
         code=Path(__file__).parent,
     )
     if file.exists():
-        for change in changes(json.loads(file.read_text(encoding="utf-8")), now):
+        for change in _changes_since(file, now):
             hardware.say(f"warning: since this run was started, {change}; its result may differ")
     write_atomically(file, to_json(now, indent=2) + "\n")
+
+
+def _changes_since(file: Path, now: Mapping[str, Any]) -> list[str]:
+    try:
+        return changes(json.loads(file.read_text(encoding="utf-8")), now)
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"{file} was damaged ({error!r})"]
 
 
 def describe(

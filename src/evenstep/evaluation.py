@@ -23,10 +23,12 @@ class Rows:
     def add(self, indices: list[int], columns: Mapping[str, Tensor]) -> None:
         self._indices += indices
         for name, column in columns.items():
-            if len(column) != len(indices):
+            if name == "index":
+                raise ValueError("the task's score returned a column 'index', which names samples")
+            if column.shape[:1] != (len(indices),):
                 raise ValueError(
-                    f"the task's score returned {len(column)} rows in column {name!r} for a batch "
-                    f"of {len(indices)} samples; a column has one row a sample"
+                    f"the task's score returned shape {tuple(column.shape)} in column {name!r} for "
+                    f"a batch of {len(indices)} samples; a column has one row a sample"
                 )
             self._columns.setdefault(name, []).append(column)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that the old or the new file is there at any moment, a power cut included."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
     temporary.replace(path)

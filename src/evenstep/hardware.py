@@ -55,13 +55,12 @@ class Hardware:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, *values: int) -> list[int]:
-        """Each value summed over all processes: the same list everywhere."""
-        if self.channel is None:
-            return list(values)
-        totals = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(totals, group=self.channel)
-        return [int(total) for total in totals]
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all processes: the same list everywhere. Exact for counts."""
+        totals = torch.tensor(values, dtype=torch.float64)
+        if self.channel is not None:
+            dist.all_reduce(totals, group=self.channel)
+        return totals.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """One value a process, in order of rank, on the main process; [] elsewhere."""
@@ -84,12 +83,6 @@ class Hardware:
         if self.is_main:
             print(message, flush=True)
 
-    def seed(self, seed: int) -> None:
-        """Seed the CPU's and the device's generators, as dropout is about to draw from them."""
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
-
 
 def start(precision: str) -> Hardware:
     """Check the launch, then make the Accelerator. Raises LaunchError."""
@@ -107,7 +100,11 @@ def start(precision: str) -> Hardware:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=1, sync_with_dataloader=False
         ),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        # Without find_unused_parameters a parameter that some micro-batch does not use (LayerDrop)
+        # would keep the gradient of its own process, and DDP would notice a step too late.
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)
+        ],
     )
     check_processes(os.environ, accelerator.num_processes)
     _pin_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -128,6 +125,18 @@ def check_settings(environ: Mapping[str, str], precision: str) -> None:
             f"{precision!r}; precision decides the result: remove it from the hardware file and "
             f"put `precision: {asked}` into the run config if you want it"
         )
+    backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    if backend.upper() != "NO":
+        raise LaunchError(
+            f"the hardware file asks for dynamo_backend {backend!r}; compiled kernels round "
+            "differently: remove it, and put `compile: true` into the run config if you want it"
+        )
+    for strategy in ("FSDP", "DEEPSPEED"):
+        if environ.get(f"ACCELERATE_USE_{strategy}", "false").lower() == "true":
+            raise LaunchError(
+                f"the hardware file asks for {strategy}, which evenstep does not run yet: use "
+                "accelerate_configs/multi_gpu.yaml"
+            )
     steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps != "1":
         raise LaunchError(

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from evenstep.labels import IGNORED
+from evenstep.task import Dataset
+
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
 import torch
 import torchvision.transforms.v2.functional as F
 from torch import Tensor
-
-from evenstep.labels import IGNORED
-from evenstep.task import Dataset
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ class FirstStep:
         self._before: dict[str, Tensor] | None = _other_buffers(model)
 
     def check(self) -> None:
-        """Once: raise ValueError if a forward changed a buffer that is not a BatchNorm's, or left
-        a parameter without a gradient."""
+        """Once: raise ValueError if a forward changed a buffer that is not a BatchNorm's."""
         if self._before is None:
             return
         now, before, self._before = _other_buffers(self._model), self._before, None
@@ -24,13 +23,6 @@ class FirstStep:
                 f"a forward changes the buffer(s) {', '.join(sorted(changed))}; how many there are "
                 "depends on the number of processes, and so would the result. Only BatchNorm "
                 "statistics are kept alike; compute this state from the weights, or drop it"
-            )
-        parameters = self._model.named_parameters()
-        if unused := [name for name, p in parameters if p.requires_grad and p.grad is None]:
-            raise ValueError(
-                f"no gradient reached {len(unused)} parameter(s): {', '.join(unused[:5])}. Several "
-                "processes could not add theirs up; use them in the loss, or freeze them "
-                "(requires_grad_(False)) where the model is built"
             )
 
 

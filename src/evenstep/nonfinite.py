@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from evenstep.config import RunConfig
 from evenstep.hardware import Hardware
 from evenstep.learner import Learner
+
+from torch import Tensor
 
 GradientOf = Callable[[int], Tensor]  # of this process's micro-batch number `turn`
 

@@ -9,6 +9,7 @@ batch size; a batch may straddle two epochs, and n may be smaller than B.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -101,22 +102,17 @@ class Plan:
         """Micro-batches that each of `num_processes` computes a step; ValueError if uneven."""
         v = self.num_micro_batches
         if v % num_processes:
-            works = [p for p in range(1, v + 1) if v % p == 0]
-            sizes = [
-                m
-                for m in range(1, self.global_batch_size + 1)
-                if self.global_batch_size % (m * num_processes) == 0
-            ]
-            nearest = sorted(sizes, key=lambda m: abs(m - self.micro_batch_size))[:2]
+            share, rest = divmod(self.global_batch_size, num_processes)
+            nearest = [] if rest else _nearest_divisors(share, self.micro_batch_size)
             way_out = (
-                f"or choose another micro_batch_size (nearest: {sorted(nearest)})"
-                if sizes
+                f"or choose another micro_batch_size (nearest: {nearest})"
+                if nearest
                 else f"or make global_batch_size a multiple of {num_processes}"
             )
             raise ValueError(
                 f"{v} micro-batches a step (global_batch_size {self.global_batch_size} / "
                 f"micro_batch_size {self.micro_batch_size}) cannot be shared evenly by "
-                f"{num_processes} processes; launch {works} processes, {way_out}"
+                f"{num_processes} processes; launch {_divisors(v)} processes, {way_out}"
             )
         return v // num_processes
 
@@ -160,5 +156,9 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int) -> None:
 
 
 def _nearest_divisors(total: int, wanted: int) -> list[int]:
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])
+    return sorted(sorted(_divisors(total), key=lambda d: abs(d - wanted))[:2])
+
+
+def _divisors(total: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    return sorted({*small, *(total // d for d in small)})

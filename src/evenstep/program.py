@@ -20,7 +20,8 @@ def run_program(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     """The exit code of `main(argv)`, or of printing every key if that is what is asked for.
 
     A ValueError that evenstep itself raised is the user's to mend, and is printed once for all
-    processes; anything else is a fault, printed with its traceback. `sys.exit` is no success.
+    processes; anything else is a fault, printed with its traceback, secrets masked. `sys.exit` is
+    no success.
     """
     is_main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s")
@@ -30,9 +31,10 @@ def run_program(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
             print(help_text(argv))
             return 0
         return main(argv)
-    except ValueError as error:
+    except Exception as error:
         if not _is_ours(error):
-            raise
+            print(mask(traceback.format_exc()), file=sys.stderr, flush=True)
+            return 1
         if is_main:
             print(f"error: {mask(str(error))}", file=sys.stderr, flush=True)
         return USAGE_ERROR
@@ -41,7 +43,9 @@ def run_program(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
         return 1
 
 
-def _is_ours(error: ValueError) -> bool:
-    """Whether the frame that raised it is evenstep's."""
+def _is_ours(error: Exception) -> bool:
+    """Whether it is a ValueError, and the frame that raised it is evenstep's."""
+    if not isinstance(error, ValueError):
+        return False
     frames = traceback.extract_tb(error.__traceback__)
     return Path(frames[-1].filename).is_relative_to(_OWN)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from evenstep.masking import mask
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
-
-from evenstep.masking import mask
 
 
 class Progress:

@@ -9,6 +9,7 @@ import platform
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -91,7 +92,8 @@ class RunDirectory:
     ) -> None:
         """An exit callback: writes the summary of a run that an exception ends."""
         if error is not None:
-            self.write_summary("failed", state, cause=error)
+            with suppress(OSError):  # which would hide the error that is on its way
+                self.write_summary("failed", state, cause=error)
 
 
 def create(
@@ -112,29 +114,43 @@ def create(
 def _claim(
     output_dir: Path, name: str | None, stem: str, resume: str, config_text: str
 ) -> RunDirectory:
-    path = _make_new(output_dir, stem) if name is None else _make(output_dir, name, resume)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        path = _make_new(output_dir, stem) if name is None else _make(output_dir, name, resume)
+    except OSError as error:
+        raise ValueError(
+            f"the run directory cannot be made: {error}; see output_dir and name"
+        ) from error
     lock = _lock(path)
     saved, summary = path / "config.yaml", path / "summary.json"
     if not saved.exists():
         write_atomically(saved, config_text)
         return RunDirectory(path, None, False, lock)
-    finished = summary.exists() and json.loads(summary.read_text())["status"] == "finished"
+    # The path of a checkpoint goes back to it, also in a finished run.
+    finished = resume == "auto" and _status(summary) == "finished"
     if not finished:
         summary.unlink(missing_ok=True)  # of a launch that ended early: this one writes its own
     return RunDirectory(path, saved.read_text(encoding="utf-8"), finished, lock)
+
+
+def _status(summary: Path) -> str | None:
+    try:
+        status: str = json.loads(summary.read_text(encoding="utf-8"))["status"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # missing, or damaged: then it is not known to be finished
+    return status
 
 
 def _make(output_dir: Path, name: str, resume: str) -> Path:
     if name in ("", "..") or Path(name).name != name:
         raise ValueError(f"name {name!r} is no plain directory name: leave out / and ..")
     path = output_dir / name
-    try:
-        path.mkdir(parents=True, exist_ok=resume != "never")
-    except FileExistsError:
+    if resume == "never" and path.exists():
         raise ValueError(
             f"{path} exists, and resume: never starts only new runs; give this run another name, "
             "remove the directory, or set resume=auto to go on"
-        ) from None
+        )
+    path.mkdir(exist_ok=True)
     return path
 
 
@@ -144,7 +160,7 @@ def _make_new(output_dir: Path, stem: str) -> Path:
     while True:
         path = output_dir / (base if number == 1 else f"{base}-{number}")
         try:
-            path.mkdir(parents=True)
+            path.mkdir()
             return path
         except FileExistsError:
             number += 1

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from evenstep import checkpoint, checkpoint_files
 from evenstep.config import RunConfig
 from evenstep.config_file import difference, to_yaml
 from evenstep.learner import Learner
 from evenstep.processes import on_main
-from evenstep.run_directory import RunDirectory
+from evenstep.run_directory import RunDirectory, create
+
+import yaml
 
 
 @dataclass
@@ -58,6 +58,15 @@ class RunState:
             self.best = {"metric": best_metric, "value": value, "step": self.step}
 
 
+def open_directory(config: RunConfig, stem: str) -> RunDirectory:
+    """The run directory, new or not. Raises ValueError if it belongs to another run config."""
+    text = to_yaml(config)
+    directory = create(config.output_dir, config.name, stem, config.resume, text)
+    if directory.saved_config is not None:
+        _refuse_changes(directory.path, directory.saved_config, config)
+    return directory
+
+
 def save(state: RunState, learner: Learner, config: RunConfig, directory: Path) -> None:
     """Save a checkpoint of this step; then drop those that `keep_checkpoints` does not keep."""
     checkpoint.save(
@@ -82,8 +91,6 @@ def restore(learner: Learner, config: RunConfig, directory: RunDirectory) -> Run
 
     Raises ValueError, with what differs, if a key that decides the result has changed.
     """
-    if directory.saved_config is not None:
-        _refuse_changes(directory.path, directory.saved_config, config)
     path = checkpoint.find(directory.path, config.resume) if config.resume != "never" else None
     state = RunState()
     if path is not None:
@@ -105,7 +112,12 @@ def _say_and_abandon(path: Path | None, state: RunState, directory: Path) -> Non
 
 
 def _refuse_changes(where: Path, saved: str, config: RunConfig) -> None:
-    if changed := difference(yaml.safe_load(saved), config):
+    """Raise ValueError if a key that decides the result differs from a saved `config.yaml`."""
+    try:
+        old = dict(yaml.safe_load(saved))
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}/config.yaml is damaged; give the run another name") from error
+    if changed := difference(old, config):
         changes = "\n  ".join(changed)
         raise ValueError(
             f"{where} was started with another run config, and a run is a function of its run "

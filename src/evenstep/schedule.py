@@ -10,7 +10,7 @@ from typing import Literal
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 Unit = Literal["steps", "epochs", "percent"]
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(steps?|epochs?|%)?")
+_DURATION = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*(steps?|epochs?|%)?")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Duration:
         return max(1, round(self.value * scale))
 
     def __str__(self) -> str:
-        number = f"{self.value:g}"
+        number = f"{self.value:.15g}"
         if self.unit == "percent":
             return f"{number}%"
         return number if self.unit == "steps" else f"{number} epoch{'s' * (self.value != 1)}"

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Annotated, Any, TypeVar, get_args
 
+from evenstep.task import Named, find_module
+
 from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
 from pydantic.fields import FieldInfo
-
-from evenstep.task import Named, find_module
 
 Key = tuple[str, ...]  # ("optimizer", "lr")
 Model = TypeVar("Model", bound=BaseModel)

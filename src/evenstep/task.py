@@ -44,8 +44,9 @@ class Task:
     collate: Callable[[Sequence[Any]], Batch]
     """Samples to one micro-batch, on the CPU, perhaps in a worker process."""
 
-    count: Callable[[Batch], int]
-    """How many targets (samples, or tokens that count) the loss of this micro-batch sums over."""
+    count: Callable[[Batch], float]
+    """How many targets (samples, or tokens that count) the loss of this micro-batch sums over; or
+    the sum of their weights."""
 
     loss: Callable[[nn.Module, Batch], Tensor]
     """The *sum* of the loss over the targets of one micro-batch: a scalar."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
-
 from evenstep.files import to_json, write_atomically
 from evenstep.masking import mask_tree
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
 
 
 def check(names: Sequence[str]) -> None:
@@ -146,10 +146,11 @@ class JsonLines:
         """Cut off the line that a killed run wrote half; return the last whole line's step or 0."""
         self._file.seek(0)
         data = self._file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._file.truncate(len(whole))
-        lines = whole.splitlines()
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+        while lines and _step(lines[-1]) is None:
+            lines.pop()
+        self._file.truncate(sum(map(len, lines)))
+        return (_step(lines[-1]) or 0) if lines else 0
 
     def append(self, row: Mapping[str, Any]) -> None:
         self._file.write(to_json(row).encode() + b"\n")
@@ -160,6 +161,13 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _step(line: bytes) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def wandb_mode(mode: str) -> tuple[str | None, str]:

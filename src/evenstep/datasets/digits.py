@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from pydantic import Field
-
 from evenstep.images import ImageSplits, TensorImages, fingerprint
 from evenstep.labels import seeded_split
 from evenstep.sections import Section
+
+import numpy as np
+import torch
+from pydantic import Field
 
 
 class Config(Section):

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import PIL.Image
-from pydantic import Field
-
 from evenstep.datasets import _image_folder
 from evenstep.images import ImageSplits, decode, fingerprint, spread
 from evenstep.labels import LabelMap, seeded_split
 from evenstep.sections import Section
+
+import numpy as np
+import PIL.Image
+from pydantic import Field
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from evenstep.sections import Section
+
 import torchvision
 from torch import nn
-
-from evenstep.sections import Section
 
 
 class Config(Section):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from evenstep.models.resnet18 import Config, for_small_images
+
 import torchvision
 from torch import nn
-
-from evenstep.models.resnet18 import Config, for_small_images
 
 __all__ = ["Config", "build"]
 

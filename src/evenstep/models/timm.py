@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from evenstep.sections import Section
+
 from pydantic import Field
 from torch import nn
-
-from evenstep.sections import Section
 
 
 class Config(Section):

@@ -11,10 +11,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from evenstep.sections import Section
+
 from pydantic import Field
 from torch import nn
-
-from evenstep.sections import Section
 
 
 class Config(Section):

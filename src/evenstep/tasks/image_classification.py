@@ -17,15 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
-import PIL.Image
-import torch
-import torch.nn.functional as F
-from pydantic import ConfigDict, Field, model_validator
-from torch import Tensor, nn
-from torchvision.transforms import v2
-from typing_extensions import Self, TypedDict  # pydantic needs these before Python 3.12
-
 from evenstep.images import (
     ImageSplits,
     OnError,
@@ -37,6 +28,15 @@ from evenstep.images import (
 from evenstep.labels import IGNORED
 from evenstep.sections import Section
 from evenstep.task import Named, Table, Task, find_module
+
+import numpy as np
+import PIL.Image
+import torch
+import torch.nn.functional as F
+from pydantic import ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torchvision.transforms import v2
+from typing_extensions import Self, TypedDict  # pydantic needs these before Python 3.12
 
 Batch = Mapping[str, Tensor]  # "image": (B, C, H, W) normalised, "label": (B,) int64
 
