@@ -51,6 +51,10 @@ class RunState:
 
     def evaluated(self, metrics: dict[str, Any], best_metric: str, higher_is_better: bool) -> None:
         """Take over an evaluation at this step."""
+        if best_metric not in metrics:
+            raise ValueError(
+                f"best_metric {best_metric!r} is not in what summarize gave: {', '.join(metrics)}"
+            )
         self.metrics = metrics
         value = float(metrics[best_metric])
         before = self.best["value"] if self.best else math.inf * (-1 if higher_is_better else 1)
