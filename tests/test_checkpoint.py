@@ -106,7 +106,7 @@ class Run:
     def state(self) -> dict[str, Any]:
         """Everything that decides how training goes on; made without the module under test."""
         names = {id(p): name for name, p in self.plain.named_parameters()}
-        state = self.optimizer.optimizer.state
+        state = self.optimizer.state
         return copy.deepcopy(
             {
                 **{f"model {k}": v for k, v in self.plain.state_dict().items()},
@@ -227,7 +227,7 @@ def test_loading_into_a_run_that_has_trained_forgets_what_it_trained(run_dir: Pa
     early, late = run.save(run_dir, 0), run.train(2).save(run_dir, 2)
     expected = run.state()
     run.train(3)
-    del run.optimizer.optimizer.state[run.plain.conv.weight]
+    del run.optimizer.state[run.plain.conv.weight]
     run.load(late)
     assert_same(run.state(), expected)
     run.load(early)
@@ -614,7 +614,7 @@ def test_when_one_process_fails_all_raise_and_the_next_save_works(tmp_path: Path
             with pytest.raises(RuntimeError, match=f"process {unlucky}: .*File too large"):
                 both.save(run_dir, 2)
             resource.setrlimit(resource.RLIMIT_FSIZE, free)
-        bad = both.optimizer.optimizer.state[both.plain.conv.weight]
+        bad = both.optimizer.state[both.plain.conv.weight]
         if rank == 1:
             bad["count"] = 3
         with pytest.raises(RuntimeError, match="optimizer.conv.weight.count is a int"):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from evenstep.plan import Plan
 
 import pytest
 import torch
-from launching import command, metrics, run, started, summary, train, write_config
+from launching import command, kill_session, metrics, run, started, summary, train, write_config
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.processes
@@ -72,10 +73,15 @@ def test_kills_and_resumes_on_other_processes_change_nothing(reference, tmp_path
     for processes in (4, 1):
         folder = tmp_path / f"trace-{processes}"
         folder.mkdir()
-        start = newest_step(run_dir)
         with started(command(processes, config, *slow), EXACT_TRACE=str(folder)) as process:
-            wait_for_step(run_dir, start + 6, process)
+            wait_for_step(run_dir, newest_step(run_dir) + 6, process)
             time.sleep(random.random() * 0.5)
+            kill_session(process)
+            output = process.stdout.read()
+        # Not the newest directory before the launch: a complete save that the kill left without its
+        # name gets it at the resume.
+        resumed = re.search(r"resuming from .*step-(\d+)", output)
+        start = int(resumed[1]) if resumed else 0
         # 4 processes compute every fourth micro-batch each, one process all of them
         for rank in range(processes):
             seen = traced(folder, rank)
