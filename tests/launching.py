@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 @contextmanager
 def started(arguments: list[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
-    """The process in a session of its own; whatever is left of that session is killed at exit."""
+    """The process; what is left of it and of its children is killed at exit."""
     process = subprocess.Popen(
         arguments,
         env=environment(**environ),
@@ -57,7 +57,6 @@ def started(arguments: list[str], **environ: str) -> Iterator[subprocess.Popen[s
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     try:
         yield process
@@ -66,9 +65,12 @@ def started(arguments: list[str], **environ: str) -> Iterator[subprocess.Popen[s
 
 
 def kill_session(process: subprocess.Popen[str]) -> None:
-    with_group = process.pid  # a session leader's pid is its group's number
-    with suppress(ProcessLookupError):
-        os.killpg(with_group, signal.SIGKILL)
+    """kill -9 for the launcher and its workers, which torchrun puts into sessions of their own."""
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        for each in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
     process.wait()
 
 

@@ -51,9 +51,9 @@ def shield_worker(worker_id: int) -> None:
 
 
 def _follow_launcher() -> None:
-    """With one process, `accelerate launch` dies of a signal without passing it on and would leave
-    this process behind: ask the kernel for a SIGTERM when the launcher is gone."""
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "LOCAL_RANK" not in os.environ
+    """A launcher that dies of a signal without passing it on (`accelerate launch` with one process,
+    or any that is killed) would leave this process behind: ask the kernel for a SIGTERM then."""
+    launched = {"ACCELERATE_MIXED_PRECISION", "LOCAL_RANK"} & os.environ.keys()
     if not launched or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
