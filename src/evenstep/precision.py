@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """The context of a forward. Weights, gradients and optimizer state stay in float32."""
-    dtype = _AUTOCAST.get(precision)
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+    if precision not in _AUTOCAST:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=_AUTOCAST[precision])
 
 
 def grad_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
