@@ -87,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
                 targets, stopping = hardware.sum(sum(n for n, _ in batches), stop.requested)
                 lr = config.optimizer.lr * lr_factor(step, steps.last, **steps.schedule)
                 result = train_step(run, step, batches, targets=targets, lr=lr)
+            console.advance(step)
             first_step.check()
             if not result.finite:
                 state.skipped_steps += 1
