@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,29 +23,30 @@ from typing import Any
 from evenstep import (
     checkpoint,
     data,
-    environment,
     evaluation,
     learner,
+    memory,
     nonfinite,
-    progress,
     run_directory,
     run_state,
 )
 from evenstep.config import RunConfig
-from evenstep.config_file import load, resolved
+from evenstep.config_file import load
 from evenstep.hardware import Hardware, start
-from evenstep.learner import Learner
+from evenstep.learner import Learner, new_model
 from evenstep.model_checks import FirstStep
-from evenstep.plan import Plan, seed_of
+from evenstep.outputs import Outputs, open_outputs
+from evenstep.plan import seed_of
 from evenstep.precision import autocast
+from evenstep.processes import on_main
 from evenstep.program import run_program
+from evenstep.progress import Pace
 from evenstep.run_directory import RunDirectory
 from evenstep.run_state import RunState
 from evenstep.schedule import due, lr_factor
 from evenstep.seeding import seed_everything
 from evenstep.stop import STOPPED, StopRequest
 from evenstep.task import Batch, Task, find_module
-from evenstep.tracking import Tracking
 
 import torch
 from torch import Tensor
@@ -56,56 +57,62 @@ MicroBatches = Sequence[tuple[float, Batch]]  # (number of targets, batch) of ea
 def main(argv: Sequence[str]) -> int:
     """Train; returns the exit code. Raises ValueError for what the user has to mend."""
     config, config_file = load(argv)
-    hardware = start(config.precision)
+    hardware = start(config)
     stop = StopRequest()
     task = find_module("tasks", config.task.name).build(config.task)
-    plan = Plan(
-        len(task.train_dataset), config.global_batch_size, config.micro_batch_size, config.seed
-    )
-    steps = config.in_steps(plan.steps_per_epoch)
-    hardware.say(plan.describe(hardware.num_processes, steps.last))
+    steps = config.in_steps(len(task.train_dataset) / config.global_batch_size)
+    if config.micro_batch_size != "auto":
+        data.make_plan(config, task, hardware)  # raises before anything is written
 
     with ExitStack() as lifetimes:
-        directory = run_state.open_directory(config, config_file.stem)
+        directory, config = run_state.open_directory(config, config_file.stem)
         lifetimes.enter_context(directory)
         if directory.finished:
             hardware.say(f"{directory.path} is finished; give another name to train anew")
             return 0
-        run = Run(config, hardware, task, plan, learner.build(config, task, hardware))
+        stop.watch(directory.path, is_main=hardware.is_main, time_limit=config.time_limit)
+        run = Run(config, hardware, task, learner.build(config, task, hardware))
+        if config.micro_batch_size == "auto":
+            trial = partial(accumulate, run, 1, targets=1, join=False)
+            config = memory.settled(config, task, run.learner, hardware, trial)
+            run_state.record(config, directory)
+            run = replace(run, config=config)
+        plan = data.make_plan(config, task, hardware)
+        hardware.say(plan.describe(hardware.num_processes, steps.last))
         state = run_state.restore(run.learner, config, directory)
-        console, tracking = open_outputs(lifetimes, run, state, directory, steps.last)
+        out = open_outputs(lifetimes, config, hardware, task, directory, state, steps.last)
+        lifetimes.enter_context(memory.explained(plan, hardware.num_processes))
         train_batches, eval_batches = data.loaders(
             task, plan, hardware, config, first_step=state.step + 1, last_step=steps.last
         )
         accumulation = plan.accumulation(hardware.num_processes)
-        pace, first_step = progress.Pace(state.step, state.seconds), FirstStep(run.learner.bare)
+        pace, first_step = Pace(state.step, state.seconds), FirstStep(run.learner.bare)
 
         for step in range(state.step + 1, steps.last + 1):
             with state.training(step):
                 batches = list(islice(train_batches, accumulation))
                 # One message a step: what to divide the loss by, and whether anyone is to stop.
-                targets, stopping = hardware.sum(sum(n for n, _ in batches), stop.requested)
+                targets, stopping = hardware.sums([n for n, _ in batches], [stop.requested])
                 lr = config.optimizer.lr * lr_factor(step, steps.last, **steps.schedule)
                 result = train_step(run, step, batches, targets=targets, lr=lr)
-            console.advance(step)
+            out.alive(step)
             first_step.check()
             if not result.finite:
                 state.skipped_steps += 1
-                again = partial(forward_backward, run, step, batches=batches, targets=targets)
+                again = partial(forward, run, step, batches=batches)
                 nonfinite.stop_or_skip(config, step, result.losses, again, run.learner, hardware)
             row: dict[str, Any] = {}
             if due(step, steps.log_every, steps.last):
-                row |= training_row(run, state, result, lr, pace)
+                row |= training_row(run, state, result, pace)
             if eval_batches and due(step, steps.eval_every, steps.last):
-                row |= evaluate(run, state, eval_batches, directory.path)
+                row |= evaluate(run, state, eval_batches, directory.path, out)
             if row:
-                tracking.log(step, row)
-                console.log(step, row)
+                out.log(step, row)
             if due(step, steps.save_every, steps.last) or state.is_best or stopping:
-                run_state.save(state, run.learner, config, directory.path)
+                run_state.save(state, run.learner, config, out.saver)
             if stopping:
                 break
-        return finish(run, state, directory, tracking, done=state.step == steps.last)
+        return finish(run, state, directory, out, done=state.step == steps.last)
 
 
 @dataclass(frozen=True)
@@ -115,18 +122,18 @@ class Run:
     config: RunConfig
     hardware: Hardware
     task: Task
-    plan: Plan
     learner: Learner
 
 
 @dataclass(frozen=True)
 class StepResult:
     losses: list[Tensor]
-    """The summed loss of each micro-batch of this process."""
+    """The summed loss of each micro-batch of this process, by number."""
     targets: float
     """Of the global batch."""
-    grad_norm: Tensor
+    grad_norm: float
     """Of the mean loss over the global batch, before clipping."""
+    lr: float
     finite: bool
     """If not, nothing has moved."""
 
@@ -135,59 +142,59 @@ def train_step(
     run: Run, step: int, batches: MicroBatches, *, targets: float, lr: float
 ) -> StepResult:
     """One optimizer step; `batches` are this process's share, `targets` those of all processes."""
-    learner, accelerator = run.learner, run.hardware.accelerator
-    learner.optimizer.zero_grad()
-    learner.batchnorm.start()
-    losses = []
-    for turn in range(len(batches)):
-        is_last = turn == len(batches) - 1
-        with nullcontext() if is_last else accelerator.no_sync(learner.model):
-            losses.append(forward_backward(run, step, turn, batches, targets))
-        learner.batchnorm.collect()
-    learner.scaler.unscale_(learner.optimizer)
-    max_norm = run.config.optimizer.max_grad_norm or math.inf
-    grad_norm = torch.nn.utils.clip_grad_norm_(learner.parameters, max_norm)
+    learner, strategy = run.learner, run.learner.strategy
+    losses = accumulate(run, step, batches, targets=targets)
+    grad_norm = strategy.clip(run.config.optimizer.max_grad_norm or math.inf)
     # Gradients are summed over the processes: one that is not finite is so on all of them.
     finite = math.isfinite(grad_norm)
     if finite:
-        for group in learner.optimizer.param_groups:
-            group["lr"] = lr
-        learner.scaler.step(learner.optimizer)
-        learner.batchnorm.commit(accelerator)
-        if learner.ema:
-            learner.ema.update_parameters(learner.bare)
+        strategy.step(lr)
+        learner.batchnorm.commit(strategy.sum)
+        if learner.average:
+            learner.average.update()
     else:
+        strategy.discard()
         learner.batchnorm.discard()
-    learner.scaler.update()
-    return StepResult(losses, targets, grad_norm, finite)
+    return StepResult(losses, targets, grad_norm, lr, finite)
 
 
-def forward_backward(
-    run: Run, step: int, turn: int, batches: MicroBatches, targets: float
-) -> Tensor:
-    """Add the gradient of one micro-batch to the step's; returns its summed loss."""
+def accumulate(
+    run: Run, step: int, batches: MicroBatches, *, targets: float, join: bool = True
+) -> list[Tensor]:
+    """Add up the gradients of the step's loss, and `join` those of all processes; returns the
+    summed loss of each micro-batch of this process, by number."""
+    learner, strategy = run.learner, run.learner.strategy
+    strategy.start()
+    learner.batchnorm.start()
+    losses = [torch.empty(())] * len(batches)
+    order = strategy.visits(len(batches))
+    for turn in order:
+        with strategy.micro_batch(is_last=join and turn == order[-1]):
+            loss = forward(run, step, turn, batches)
+            # `* 0` is 0, but NaN for a loss that is not finite: its gradient tells all processes.
+            strategy.backward(loss, loss.detach() * 0 + 1 / max(targets, 1))
+        learner.batchnorm.collect(turn)
+        losses[turn] = loss.detach()
+    return losses
+
+
+def forward(run: Run, step: int, turn: int, batches: MicroBatches) -> Tensor:
+    """The summed loss of this process's micro-batch `turn` of a step."""
     hardware = run.hardware
     number = hardware.rank + turn * hardware.num_processes
     seed_everything(seed_of("forward", run.config.seed, step, number), hardware.device)
     with autocast(run.config.precision, hardware.device):
-        loss = run.task.loss(run.learner.model, batches[turn][1])
-    # DDP averages gradients over P processes: P times the mean over all targets gives their sum.
-    # `* 0` is 0, but NaN for a loss that is not finite: its gradient will tell all processes.
-    weight = loss.detach() * 0 + hardware.num_processes / max(targets, 1)
-    loss.backward(run.learner.scaler.scale(weight))  # type: ignore[no-untyped-call]
-    return loss.detach()
+        return run.task.loss(run.learner.strategy.model, batches[turn][1])
 
 
-def training_row(
-    run: Run, state: RunState, result: StepResult, lr: float, pace: progress.Pace
-) -> dict[str, Any]:
+def training_row(run: Run, state: RunState, result: StepResult, pace: Pace) -> dict[str, Any]:
     """What is logged of a step: the loss that it minimised, over all processes."""
-    total = run.hardware.accelerator.reduce(torch.stack(result.losses).sum(), "sum")
+    (total,) = run.hardware.sums(torch.stack(result.losses).tolist())
     return {
-        "train/loss": float(total) / max(result.targets, 1),
-        "train/grad_norm": float(result.grad_norm),
-        "train/lr": lr,
-        "train/epoch": state.step / run.plan.steps_per_epoch,
+        "train/loss": total / max(result.targets, 1),
+        "train/grad_norm": result.grad_norm,
+        "train/lr": result.lr,
+        "train/epoch": state.step * run.config.global_batch_size / len(run.task.train_dataset),
         "train/targets": result.targets,
         "train/skipped_steps": state.skipped_steps,
         "train/samples_per_second": run.config.global_batch_size
@@ -196,49 +203,34 @@ def training_row(
 
 
 @torch.no_grad()
-def evaluate(run: Run, state: RunState, batches: Any, directory: Path) -> dict[str, Any]:
+def evaluate(
+    run: Run, state: RunState, batches: Any, directory: Path, out: Outputs
+) -> dict[str, Any]:
     """Score every sample of the evaluation split once; returns the metrics, alike everywhere."""
-    model = run.learner.evaluated.eval()
     rows = evaluation.Rows()
-    for indices, batch in batches:
-        seed_everything(seed_of("score", indices[0]), run.hardware.device)
-        with autocast(run.config.precision, run.hardware.device):
-            rows.add(indices, run.task.score(model, batch))
-    run.learner.train()
-    metrics: dict[str, Any] = {}
-    if parts := run.hardware.gather(rows.columns()):  # on the main process
-        table = evaluation.merge(parts)
-        evaluation.write_predictions(directory / "predictions.parquet", table)
-        metrics = {f"eval/{name}": value for name, value in run.task.summarize(table).items()}
-    metrics = run.hardware.from_main(metrics)
+    with run.learner.evaluating() as model:
+        for indices, batch in batches:
+            seed_everything(seed_of("score", indices[0]), run.hardware.device)
+            with autocast(run.config.precision, run.hardware.device):
+                rows.add(indices, run.task.score(model, batch))
+            out.alive(state.step)
+    metrics = evaluation.summarize(rows, run.task, run.hardware, directory)
     state.evaluated(metrics, f"eval/{run.task.best_metric}", run.task.higher_is_better)
     return metrics
 
 
-def open_outputs(
-    lifetimes: ExitStack, run: Run, state: RunState, directory: RunDirectory, last: int
-) -> tuple[progress.Progress, Tracking]:
-    """Where a run tells what it does; closed, and told of a failure, at the end of `lifetimes`."""
-    lifetimes.push(partial(directory.record_failure, state))
-    environment.record(directory.path, run.hardware, run.task.data_identity)
-    console = progress.create(last, state.step, is_main=run.hardware.is_main)
-    lifetimes.enter_context(console)
-    trackers = {"say": console.say, **dict(run.config.tracking)}
-    accelerator, config = run.hardware.accelerator, resolved(run.config)
-    tracking = Tracking(accelerator, directory.path, config, **trackers)
-    return console, lifetimes.enter_context(tracking)
-
-
-def finish(
-    run: Run, state: RunState, directory: RunDirectory, tracking: Tracking, *, done: bool
-) -> int:
+def finish(run: Run, state: RunState, directory: RunDirectory, out: Outputs, *, done: bool) -> int:
     """Write `final/` if the run is done, and `summary.json`; returns the exit code."""
+    out.saver.wait()  # before the summary tells that all is well
     if done:
-        checkpoint.export(directory.path, run.learner.evaluated, task_export=run.task.export)
+        weights = run.learner.evaluated_weights()
+        model = partial(new_model, run.config, run.task, weights)
+        checkpoint.export(directory.path, model, task_export=run.task.export)
+    own = run.learner.strategy.full_weights()
+    sha256 = on_main(lambda: checkpoint.weights_sha256(own))
     status: run_directory.Status = "finished" if done else "stopped"
-    weights = checkpoint.weights_sha256(run.learner.bare)
-    summary = directory.write_summary(status, state, weights_sha256=weights)
-    tracking.finish(summary)
+    summary = directory.write_summary(status, state, weights_sha256=sha256)
+    out.tracking.finish(summary)
     if done:
         return 0
     run.hardware.say(f"stopped at step {state.step}: the same command goes on from there")

@@ -38,6 +38,8 @@ class Config(BaseModel):
     weighted: bool = False  # targets count 0.7 each
     fail_on_rank: int | None = None
     fail_with: str = ""
+    hang_on_rank: int | None = None
+    oom_above: int | None = None  # samples of a micro-batch; forward and backward need memory
     seconds_per_batch: float = 0.0
 
 
@@ -68,7 +70,8 @@ class NoisySequences(Sequences):
 class Network(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 16)
+        # With a bias before BatchNorm its gradient would be rounding alone, which Adam scales up.
+        self.inner = nn.Linear(8, 16, bias=not config.batchnorm)
         self.norm = nn.BatchNorm1d(16) if config.batchnorm else nn.Identity()
         self.drop = nn.Dropout(config.dropout)
         self.outer = nn.Linear(16, 3)
@@ -93,6 +96,10 @@ def build(config: Config) -> Task:
         time.sleep(config.seconds_per_batch)
         if config.fail_on_rank == int(os.environ.get("RANK", "0")):
             raise RuntimeError(f"this rank fails {config.fail_with}")
+        if config.hang_on_rank == int(os.environ.get("RANK", "0")):
+            time.sleep(3600)
+        if config.oom_above is not None and len(batch["index"]) > config.oom_above:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         losses = token_losses(model, batch)
         if config.nan_at_index in batch["index"].tolist():
             zero = losses.flatten()[0] * 0

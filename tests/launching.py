@@ -31,13 +31,15 @@ EXACT = {
 }
 
 
-def command(processes: int, *arguments: str, script: Path = ROOT / "train.py") -> list[str]:
-    """`accelerate launch` with the shipped hardware file for 1, 2 or 4 CPU processes."""
-    name = "cpu" if processes == 1 else f"cpu_{processes}"
-    hardware = ROOT / "accelerate_configs" / f"{name}.yaml"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(hardware)]
-    port = [] if processes == 1 else ["--main_process_port", "0"]
-    return [*launcher, *port, str(script), *arguments]
+def command(
+    processes: int, *arguments: str, hardware: str = "", script: Path = ROOT / "train.py"
+) -> list[str]:
+    """`accelerate launch` of P processes with a shipped hardware file, by default on the CPU."""
+    name = hardware or ("cpu" if processes == 1 else "cpu_2")
+    file = ROOT / "accelerate_configs" / f"{name}.yaml"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    several = ["--num_processes", str(processes), "--main_process_port", "0"]
+    return [*launcher, *(several if processes > 1 else []), str(script), *arguments]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
 
@@ -204,6 +205,14 @@ def test_all_problems_are_reported_at_once():
         ("keep_checkpoints=0", "greater than or equal to 1"),
         ("seed=-1", "greater than or equal to 0"),
         ("micro_batch_size=0", "greater than or equal to 1"),
+        ("micro_batch_size=most", "valid integer"),
+        ("cpu_threads=0", "greater than or equal to 1"),
+        ("reproducibility=exact", "'rounding' or 'bitwise'"),
+        ("time_limit=0", "greater than 0"),
+        ("time_limit=soon", "valid timedelta"),
+        ("collective_timeout=-5", "greater than 0"),
+        ("collective_timeout=null", "valid timedelta"),
+        ("async_save=later", "valid boolean"),
         ("epochs=0", "greater than 0"),
         ("steps=5", "exactly one of epochs and steps"),
         ("name=../x", "pattern"),
@@ -344,7 +353,7 @@ def test_exactly_the_housekeeping_keys_are_marked():
     }
     assert marked == {
         "name", "output_dir", "log_every", "eval_every", "save_every", "keep_checkpoints",
-        "resume", "num_workers", "tracking",
+        "resume", "num_workers", "tracking", "async_save", "time_limit", "collective_timeout",
     }  # fmt: skip
 
 
@@ -363,6 +372,38 @@ def test_durations_are_parsed_and_written_back(given, duration, written):
     config = loaded(f"eval_every={given}")
     assert config.eval_every == duration
     assert resolved(config)["eval_every"] == written
+
+
+@pytest.mark.parametrize(
+    ("given", "hours"),
+    [
+        ("11:30:00", 11.5),
+        ("41400", 11.5),
+        ("PT11H30M", 11.5),
+        ("'1 day, 2:00:00'", 26),
+        ("P3D", 72),
+    ],
+)
+def test_times_are_read_as_people_and_schedulers_write_them_and_written_back(given, hours):
+    for config in (loaded(f"time_limit={given}"), loaded(more=f"time_limit: {given}")):
+        assert config.time_limit == timedelta(hours=hours)
+        Path("resolved.yaml").write_text(to_yaml(config))
+        again, _ = load(["resolved.yaml"])
+        assert again.time_limit == config.time_limit
+        assert yaml.safe_load(to_yaml(config))["time_limit"] == resolved(config)["time_limit"]
+
+
+def test_a_count_that_is_found_later_is_written_auto():
+    config = loaded("micro_batch_size=auto", "cpu_threads=auto", "reproducibility=bitwise")
+    assert config.micro_batch_size == config.cpu_threads == "auto"
+    assert resolved(config)["micro_batch_size"] == "auto"
+    assert loaded("micro_batch_size=4", "cpu_threads=3").cpu_threads == 3
+    changed = difference(resolved(config), loaded("micro_batch_size=8", "cpu_threads=1"))
+    assert changed == [
+        'micro_batch_size: "auto" -> 8',
+        'reproducibility: "bitwise" -> "rounding"',
+        'cpu_threads: "auto" -> 1',
+    ]
 
 
 def test_a_schedule_gives_the_arguments_of_lr_factor():

@@ -59,6 +59,16 @@ def test_the_samples_are_those_of_the_plan(reference):
     assert traced(reference / "trace", 0) == planned()
 
 
+def test_the_final_weights_are_the_averaged_ones(reference):
+    run_dir = reference / "runs" / "one"
+    final = load_file(run_dir / "final" / "model.safetensors")
+    (file,) = (run_dir / "checkpoints" / "step-00000040").glob("*.safetensors")
+    saved = load_file(file)
+    for name in ("inner.weight", "norm.bias", "outer.weight"):
+        assert final[name].equal(saved[f"ema.{name}"])
+        assert not final[name].equal(saved[f"model.{name}"])
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 def test_more_processes_change_nothing(reference, processes):
     assert_same(train(reference, f"on-{processes}", processes), reference / "runs" / "one", 1e-9)

@@ -10,7 +10,7 @@ import sys
 import threading
 
 from evenstep import progress, tracking
-from evenstep.tracking import JsonLines
+from evenstep.replay import JsonLines
 
 import pytest
 

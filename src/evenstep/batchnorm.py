@@ -7,10 +7,10 @@ wherever they were computed. `num_batches_tracked` counts steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -47,23 +47,24 @@ class BatchNormStatistics:
         self._counters = [layer.num_batches_tracked for layer in layers]
         self._buffers = self._statistics + self._counters
         self._before = [buffer.clone() for buffer in self._buffers]
-        self._sums = [torch.zeros_like(buffer) for buffer in self._buffers]
+        self._collected: dict[int, Tensor] = {}
         self._clear()
 
-    def collect(self) -> None:
-        """Add what one micro-batch left behind, once its backward is through."""
+    def collect(self, turn: int) -> None:
+        """Take what this process's micro-batch `turn` left behind, once its backward is through."""
         if self._buffers:
             # A layer that a micro-batch skips leaves zeros and counts 0; one used twice counts 1.
             torch._foreach_clamp_max_(self._counters, 1)
-            torch._foreach_add_(self._sums, self._buffers)
+            self._collected[turn] = _flat(self._buffers)
             self._clear()
 
-    def commit(self, accelerator: Accelerator) -> None:
-        """Update the running statistics once, from the sums over all processes."""
+    def commit(self, add_up: Callable[[Sequence[Tensor]], Tensor]) -> None:
+        """Update the running statistics once. `add_up` makes of one tensor for each micro-batch of
+        this process, in order, the sum over those of all processes."""
         if not self._buffers:
             return
-        num_layers, device = len(self._counters), self._sums[0].device
-        sums = accelerator.reduce(_flat(self._sums), "sum")
+        sums = add_up([self._collected[turn] for turn in sorted(self._collected)])
+        num_layers, device = len(self._counters), sums.device
         statistics, uses = sums[:-num_layers], sums[-num_layers:]
         before = _flat(self._before)[:-num_layers]
         steps = _flat(self._before)[-num_layers:] + (uses > 0)

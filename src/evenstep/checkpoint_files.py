@@ -43,6 +43,7 @@ def begin(tmp: Path) -> None:
     if tmp.exists():
         shutil.rmtree(tmp)
     tmp.mkdir(parents=True)
+    flush(tmp.parent.parent)  # the first save makes `checkpoints/`: a name to be kept as well
 
 
 def complete(tmp: Path, final: Path) -> None:
@@ -60,21 +61,34 @@ def publish(tmp: Path, final: Path) -> None:
 
     A process killed between the two renames leaves `tmp` complete; `newest` finishes its work.
     """
-    for path in [*tmp.rglob("*"), tmp]:
+    for path in [*tmp.rglob("*"), tmp, tmp.parent]:
         flush(path)
-    trash = _set_aside(final) if final.exists() else None
-    tmp.rename(final)
+    trash = _trash(final)
+    if final.exists():
+        _set_aside(final)
+    try:
+        tmp.rename(final)
+    except OSError:
+        if trash.exists():
+            trash.rename(final)
+        raise
     flush(final.parent)
-    if trash:
+    if trash.exists():
         shutil.rmtree(trash)
 
 
 def point_best(run_dir: Path, step: int | None) -> None:
-    """Make the file `best` hold the path, relative to it, of the checkpoint of `step`, if any."""
-    if step is None:
-        (run_dir / BEST).unlink(missing_ok=True)
-        return
-    write_atomically(run_dir / BEST, f"{directory(run_dir, step).relative_to(run_dir)}\n")
+    """Make the file `best` hold the path, relative to it, of the checkpoint of `step`, if any.
+
+    There is no file if there is no such checkpoint: a run that went back to an older one may know
+    of a best step whose checkpoint has been deleted since.
+    """
+    best = run_dir / BEST
+    if step is not None and directory(run_dir, step).is_dir():
+        write_atomically(best, f"{directory(run_dir, step).relative_to(run_dir)}\n")
+    elif best.exists():
+        best.unlink()
+        flush(run_dir)
 
 
 def verify(path: Path) -> None:
@@ -117,6 +131,8 @@ def resolve(path: Path) -> Path:
     """
     if path.name == BEST and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8").strip()
+    if not path.exists() and temporary(path).exists():
+        _finish(temporary(path))
     verify(path)
     return path
 
@@ -136,6 +152,12 @@ def prune(run_dir: Path, keep: int, best_step: int | None) -> None:
             shutil.rmtree(path)
 
 
+def tidy(run_dir: Path, keep: int, best_step: int | None) -> None:
+    """What follows a save that is complete: `best` is pointed to its step, then old ones go."""
+    point_best(run_dir, best_step)
+    prune(run_dir, keep, best_step)
+
+
 def abandon_newer(run_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step` to `<name>.abandoned`: the run goes on from `step`.
 
@@ -148,6 +170,7 @@ def abandon_newer(run_dir: Path, step: int) -> None:
             if abandoned.exists():
                 shutil.rmtree(abandoned)
             path.rename(abandoned)
+            flush(path.parent)
             _warn(f"the run goes on from step {step}; {path.name} is now {abandoned}")
 
 
@@ -172,12 +195,16 @@ def _finish(tmp: Path) -> None:
         publish(tmp, final)
 
 
-def _set_aside(path: Path) -> Path:
+def _trash(path: Path) -> Path:
+    return path.with_name(f".{path.name}.trash")
+
+
+def _set_aside(path: Path) -> None:
     """Rename before deleting: a directory that is half deleted must not look complete."""
-    trash = path.with_name(f".{path.name}.trash")
+    trash = _trash(path)
     if trash.exists():
         shutil.rmtree(trash)
-    return path.rename(trash)
+    path.rename(trash)
 
 
 def _sha256(path: Path) -> str:

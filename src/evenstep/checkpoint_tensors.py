@@ -1,7 +1,7 @@
 """The tensors of a checkpoint: what is in it, under which names, and how it is read and written.
 
 The names are those of the model as its author wrote it, whatever DDP, FSDP2 or torch.compile
-wrap around it: `model.<name>`, `optimizer.<parameter>.<key>`, `ema.<name>`. The files are
+wrap around it: `model.<name>`, `optimizer.<parameter>.<key>`, `ema.<parameter>`. The files are
 safetensors: reading them executes no code. Each process writes and reads its own share.
 """
 
@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from evenstep.average import Average
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +26,17 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 State = dict[str, Any]  # nested dicts of tensors
 
 
-def collect(model: nn.Module, optimizer: Optimizer, ema: AveragedModel | None) -> State:
+def collect(model: nn.Module, optimizer: Optimizer, ema: Average | None) -> State:
     """The live tensors of a run, by section: reading into them restores it.
 
     An optimizer that has not stepped has no section: asking DCP for it would make one by a step.
@@ -43,7 +45,7 @@ def collect(model: nn.Module, optimizer: Optimizer, ema: AveragedModel | None) -
     if optimizer.state:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)["state"]
     if ema is not None:
-        state["ema"] = {**get_model_state_dict(ema.module), "n_averaged": ema.n_averaged}
+        state["ema"] = dict(ema.tensors)
     return state
 
 
@@ -61,35 +63,59 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return flat
 
 
-def write(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Write each process's share. A process that fails raises RuntimeError on all of them."""
+def write(directory: Path, tensors: dict[str, Tensor], group: Any = None) -> None:
+    """Write each process's share, over `group`. A process that fails raises RuntimeError on all."""
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    planner = _OwnMemory()
     with _dcp():
-        state_dict_saver.save(tensors, storage_writer=writer, planner=_OwnMemory())
+        state_dict_saver.save(tensors, storage_writer=writer, planner=planner, process_group=group)
 
 
-def targets(
-    directory: Path, model: nn.Module, optimizer: Optimizer, ema: AveragedModel | None
-) -> State:
+def targets(directory: Path, model: nn.Module, optimizer: Optimizer, ema: Average | None) -> State:
     """What to read a checkpoint into. Raises ValueError, naming tensors, if it does not fit."""
-    stored = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    stored = _stored(directory, device="meta")
     keys = (name.removeprefix("optimizer.") for name in stored if name.startswith("optimizer."))
     _make_optimizer_state(model, optimizer, {key.rpartition(".")[0] for key in keys})
     state = collect(model, optimizer, ema)
-    _check_fit(directory, flatten(state), stored)
+    check_fit(directory, flatten(state), stored)
     return state
 
 
-def read(directory: Path, state: State, model: nn.Module, ema: AveragedModel | None) -> None:
+def read(directory: Path, state: State, model: nn.Module) -> None:
     """Fill the tensors of `state`, each process those that it holds."""
     with _dcp():
         reader = HuggingFaceStorageReader(str(directory))
         state_dict_loader.load(flatten(state), storage_reader=reader)
     # For modules with hooks, whose `state_dict` is not their live tensors.
     set_model_state_dict(model, state["model"])
-    if ema is not None:
-        del state["ema"]["n_averaged"]
-        set_model_state_dict(ema.module, state["ema"])
+
+
+def read_whole(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, on the CPU of each process."""
+    whole = _stored(directory, device="cpu")
+    with _dcp():
+        state_dict_loader.load(whole, storage_reader=HuggingFaceStorageReader(str(directory)))
+    return whole
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state of the model, on the CPU of the main process; {} elsewhere.
+
+    To be called on all processes, which gather what each of them holds a share of.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = flatten(get_model_state_dict(model, options=options))
+    # One that is whole and on the CPU already would be the live one, which is going to change.
+    return {name: tensor.clone() for name, tensor in whole.items()}
+
+
+def _stored(directory: Path, device: str) -> dict[str, Tensor]:
+    """Empty tensors with the names, shapes and dtypes of those of a checkpoint."""
+    metadata: Any = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(tuple(each.size), dtype=each.properties.dtype, device=device)
+        for name, each in metadata.items()
+    }
 
 
 def _make_optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> None:
@@ -105,9 +131,12 @@ def _make_optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str
                 optimizer.state.pop(parameter, None)
 
 
-def _check_fit(directory: Path, tensors: dict[str, Tensor], stored: Mapping[str, Any]) -> None:
-    here = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
-    there = {name: f"{tuple(m.size)} {m.properties.dtype}" for name, m in stored.items()}
+def check_fit(directory: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    """Raises ValueError, naming the first tensors that differ in name, shape or dtype."""
+    here, there = (
+        {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()}
+        for named in (tensors, stored)
+    )
     problems = [
         f"{name} is {there.get(name, 'missing')} in the checkpoint and {here.get(name, 'missing')}"
         " in this run"

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from evenstep.plan import check_batch_sizes
 from evenstep.schedule import Duration, ScheduleName
-from evenstep.sections import HOUSEKEEPING, Section
+from evenstep.sections import Housekeeping, Section
 from evenstep.task import Named
 
-from pydantic import Field, PlainSerializer, PlainValidator, ValidationInfo, field_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 
 
 def _parsed(value: Any) -> Duration:
@@ -28,8 +37,13 @@ def _written(duration: Duration) -> int | str:
 
 
 DurationField = Annotated[Duration, PlainValidator(_parsed), PlainSerializer(_written)]
+Time = Annotated[timedelta, Field(gt=timedelta(0))]
+# Told apart before validation: a plain union would report a problem for each of its types.
+CountOrAuto = Annotated[
+    Annotated[Literal["auto"], Tag("auto")] | Annotated[int, Field(ge=1), Tag("count")],
+    Discriminator(lambda given: "auto" if given == "auto" else "count"),
+]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Optimizer(Section):
@@ -109,7 +123,7 @@ class Constant(Schedule):
 class Decaying(Schedule):
     """What the schedules that end in a decay share."""
 
-    final: Share = 0.0
+    final: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak learning rate that is left at the end."""
 
 
@@ -166,12 +180,10 @@ class Steps:
 class RunConfig(Section):
     """A run is a pure function of its run config."""
 
-    name: str | None = Field(
-        default=None, pattern=r"^\w[\w.,=+-]*$", json_schema_extra=HOUSEKEEPING
-    )
+    name: Housekeeping[str | None] = Field(default=None, pattern=r"^\w[\w.,=+-]*$")
     """Names the run directory <output_dir>/<name>; null for the config's name and the time."""
 
-    output_dir: Path = Field(default=Path("runs"), json_schema_extra=HOUSEKEEPING)
+    output_dir: Housekeeping[Path] = Path("runs")
     """Folder of the run directories."""
 
     seed: int = Field(default=0, ge=0)
@@ -183,8 +195,9 @@ class RunConfig(Section):
     global_batch_size: int = Field(ge=1, le=10**9, title="batch size")
     """Samples of an optimizer step, over all processes."""
 
-    micro_batch_size: int = Field(ge=1)
-    """Samples of one forward and backward; divides global_batch_size."""
+    micro_batch_size: CountOrAuto
+    """Samples of one forward and backward; divides global_batch_size. auto: the most that fit into
+    memory, found at the first launch and kept from then on."""
 
     epochs: float | None = Field(default=None, gt=0, le=10**9)
     """Length of the run in passes over the data; or give steps."""
@@ -195,8 +208,13 @@ class RunConfig(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """bf16 and fp16 compute in half the bits (autocast); fp64 is for checking equality."""
 
-    reproducibility: Literal["rounding"] = "rounding"
-    """rounding: other hardware changes the result by float rounding only."""
+    reproducibility: Literal["rounding", "bitwise"] = "rounding"
+    """rounding: other hardware changes the result by float rounding only; bitwise: another number
+    of processes changes no bit of it."""
+
+    cpu_threads: CountOrAuto = "auto"
+    """Threads of a process's arithmetic on the CPU. auto: the machine's cores shared by its
+    processes; under bitwise, where the number decides bits, 2."""
 
     compile: bool = False
     """Compile the model with torch.compile."""
@@ -213,40 +231,44 @@ class RunConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite stops the run, or skips the step."""
 
-    log_every: DurationField | None = Field(
-        default=Duration.parse(10), json_schema_extra=HOUSEKEEPING
-    )
+    log_every: Housekeeping[DurationField | None] = Duration.parse(10)
     """How often metrics are logged; null for only at the end."""
 
-    eval_every: DurationField | None = Field(
-        default=Duration.parse("1 epoch"), json_schema_extra=HOUSEKEEPING
-    )
+    eval_every: Housekeeping[DurationField | None] = Duration.parse("1 epoch")
     """How often the model is evaluated; null for only at the end."""
 
-    save_every: DurationField | None = Field(
-        default=Duration.parse("1 epoch"), json_schema_extra=HOUSEKEEPING
-    )
+    save_every: Housekeeping[DurationField | None] = Duration.parse("1 epoch")
     """How often a checkpoint is saved; null for only at the end."""
 
-    keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra=HOUSEKEEPING)
+    keep_checkpoints: Housekeeping[int] = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept, beside the best."""
 
-    resume: str = Field(default="auto", json_schema_extra=HOUSEKEEPING)
+    async_save: Housekeeping[bool] = False
+    """Train on while a checkpoint is written."""
+
+    resume: Housekeeping[str] = "auto"
     """auto: go on where a run of this name stopped; never: refuse a name that exists; best: go back
     to the best checkpoint; or the path of one."""
 
-    num_workers: int = Field(default=0, ge=0, json_schema_extra=HOUSEKEEPING)
+    time_limit: Housekeeping[Time | None] = None
+    """A launch stops after so long: 11:30:00 (h:m:s), seconds, or PT11H30M. Leave a step, an
+    evaluation and a save before a scheduler's own limit."""
+
+    collective_timeout: Housekeeping[Time] = timedelta(minutes=10)
+    """A run ends when its processes wait for one of them for so long; written like time_limit."""
+
+    num_workers: Housekeeping[int] = Field(default=0, ge=0)
     """Processes that load data for each training process."""
 
-    tracking: Tracking = Field(default=Tracking(), json_schema_extra=HOUSEKEEPING)
+    tracking: Housekeeping[Tracking] = Tracking()
     """Where metrics go, beside the run directory."""
 
     # A rule between two keys is checked with the second key, not with the whole config: pydantic
     # checks the whole only when every key is valid, and so would report the problems in two goes.
     @field_validator("micro_batch_size")
     @classmethod
-    def _divides(cls, micro_batch_size: int, info: ValidationInfo) -> int:
-        if "global_batch_size" in info.data:
+    def _divides(cls, micro_batch_size: int | str, info: ValidationInfo) -> int | str:
+        if isinstance(micro_batch_size, int) and "global_batch_size" in info.data:
             check_batch_sizes(info.data["global_batch_size"], micro_batch_size)
         return micro_batch_size
 

@@ -24,6 +24,15 @@ from torch.utils.data import DataLoader
 Cast = Callable[[Batch], Batch]
 
 
+def make_plan(config: RunConfig, task: Task, hardware: Hardware) -> Plan:
+    """Raises ValueError if the processes cannot share the micro-batches of a step evenly."""
+    size = config.micro_batch_size
+    assert size != "auto"
+    plan = Plan(len(task.train_dataset), config.global_batch_size, size, config.seed)
+    plan.accumulation(hardware.num_processes)
+    return plan
+
+
 def loaders(
     task: Task,
     plan: Plan,
@@ -40,9 +49,9 @@ def loaders(
         "pin_memory": hardware.device.type == "cuda",
         "worker_init_fn": shield_worker,
     }
-    prepare = hardware.accelerator.prepare
+    prepare = hardware.accelerator.prepare_data_loader
     training = train_loader(task, plan, first_step=first_step, last_step=last_step, **options)
-    size = config.micro_batch_size
+    size = plan.micro_batch_size
     evaluating = eval_loader(task, batch_size=size, num_processes=hardware.num_processes, **options)
     return iter(prepare(training)), evaluating and prepare(evaluating)
 

@@ -6,6 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from evenstep.files import named
+from evenstep.hardware import Hardware
+from evenstep.processes import on_main
+from evenstep.task import Task
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -37,6 +42,18 @@ class Rows:
         return {"index": np.array(self._indices, dtype=np.int64), **table}
 
 
+def summarize(rows: Rows, task: Task, hardware: Hardware, directory: Path) -> dict[str, Any]:
+    """The metrics of all processes' rows, alike on each; writes `predictions.parquet`."""
+    parts = hardware.gather(rows.columns())  # on the main process
+
+    def from_table() -> dict[str, Any]:
+        table = merge(parts)
+        write_predictions(directory / "predictions.parquet", table)
+        return {f"eval/{name}": value for name, value in task.summarize(table).items()}
+
+    return on_main(from_table, hardware.channel)
+
+
 def merge(parts: Iterable[Columns]) -> Columns:
     """One table from every process's rows, sorted by sample index, repeated rows dropped."""
     tables = list(parts)
@@ -52,8 +69,9 @@ def write_predictions(path: Path, table: Columns) -> None:
 
     arrays = {k: v if v.ndim == 1 else v.reshape(len(v), -1).tolist() for k, v in table.items()}
     temporary = path.with_suffix(".tmp")
-    pq.write_table(pa.table(arrays), temporary)
-    temporary.replace(path)
+    with named(path):
+        pq.write_table(pa.table(arrays), temporary)
+        temporary.replace(path)
 
 
 def _to_numpy(column: Tensor) -> np.ndarray[Any, Any]:

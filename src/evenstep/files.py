@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,26 @@ from typing import Any
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that the old or the new file is there at any moment, a power cut included."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
-    temporary.replace(path)
-    flush(path.parent)
+    with named(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            flush(temporary)
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        flush(path.parent)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Names `path` in an OSError of writing to it: a full disk says `No space left on device`,
+    and not where."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def flush(path: Path) -> None:

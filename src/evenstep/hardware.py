@@ -7,16 +7,32 @@ where two were asked for, or two that each believe to be alone); every such laun
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evenstep import fsdp2, zero_setup
+from evenstep.config import RunConfig
+
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    PartialState,
+)
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    is_torch_xla_available,
+)
+
+BITWISE_THREADS = 2
 
 _REHEARSAL = (
     "REHEARSAL: this machine has no accelerator, so {} processes on its CPU stand in for it. "
@@ -55,13 +71,17 @@ class Hardware:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, *values: float) -> list[float]:
-        """Each value summed over all processes: the same list everywhere. Exact for counts."""
+    def sums(self, *columns: Sequence[float]) -> list[float]:
+        """The sum of each column over its values on all processes, correctly rounded: the same on
+        any number of processes. Each process gives as many values as the others."""
         if self.channel is None:
-            return [float(value) for value in values]
-        totals = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(totals, group=self.channel)
-        return totals.tolist()
+            return [_sum(column) for column in columns]
+        own = torch.tensor([value for column in columns for value in column], dtype=torch.float64)
+        everywhere = own.new_empty(self.num_processes * len(own))
+        dist.all_gather_into_tensor(everywhere, own, group=self.channel)
+        rows = everywhere.view(self.num_processes, -1)
+        parts = torch.split(rows, [len(column) for column in columns], dim=1)
+        return [_sum(part.flatten().tolist()) for part in parts]
 
     def gather(self, value: Any) -> list[Any]:
         """One value a process, in order of rank, on the main process; [] elsewhere."""
@@ -85,14 +105,18 @@ class Hardware:
             print(message, flush=True)
 
 
-def start(precision: str) -> Hardware:
+def start(config: RunConfig) -> Hardware:
     """Check the launch, then make the Accelerator. Raises LaunchError."""
-    check_settings(os.environ, precision)
+    check_settings(os.environ, config.precision)
+    if config.reproducibility == "bitwise":
+        _use_deterministic_kernels()
     # torch 2.13 renames it; Accelerate does not know the new name yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    no_accelerator = not torch.accelerator.is_available()
+    no_accelerator = not torch.accelerator.is_available() and not is_torch_xla_available(True)
+    plugins = _strategy_plugins(config, rehearsed=no_accelerator)
     accelerator = Accelerator(
-        cpu=no_accelerator,
+        **plugins,
+        cpu=no_accelerator and "deepspeed_plugin" not in plugins,
         mixed_precision="no",  # autocast is ours: a strategy must not change the precision
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         # A plugin, since ACCELERATE_GRADIENT_ACCUMULATION_STEPS beats the plain argument; 1, since
@@ -104,12 +128,17 @@ def start(precision: str) -> Hardware:
         # Without find_unused_parameters a parameter that some micro-batch does not use (LayerDrop)
         # would keep the gradient of its own process, and DDP would notice a step too late.
         kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)
+            DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True),
+            InitProcessGroupKwargs(timeout=config.collective_timeout),
         ],
     )
     check_processes(os.environ, accelerator.num_processes)
-    _pin_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    channel = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+    if config.reproducibility == "bitwise":
+        check_bitwise(accelerator)
+    torch.set_num_threads(_num_threads(config))  # after the Accelerator, which sets it to 1
+    timeout = config.collective_timeout
+    several = accelerator.num_processes > 1
+    channel = dist.new_group(backend="gloo", timeout=timeout) if several else None
     hardware = Hardware(accelerator, channel)
     if no_accelerator and not _meant_for_cpu(os.environ):
         alone = "no accelerator on this machine: training on its CPU"
@@ -132,12 +161,10 @@ def check_settings(environ: Mapping[str, str], precision: str) -> None:
             f"the hardware file asks for dynamo_backend {backend!r}; compiled kernels round "
             "differently: remove it, and put `compile: true` into the run config if you want it"
         )
-    for strategy in ("FSDP", "DEEPSPEED"):
-        if environ.get(f"ACCELERATE_USE_{strategy}", "false").lower() == "true":
-            raise LaunchError(
-                f"the hardware file asks for {strategy}, which evenstep does not run yet: use "
-                "accelerate_configs/multi_gpu.yaml"
-            )
+    if _asks_for("FSDP", environ):
+        fsdp2.check(environ)
+    if _asks_for("DEEPSPEED", environ):
+        zero_setup.check(environ, precision)
     steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps != "1":
         raise LaunchError(
@@ -164,13 +191,75 @@ def check_processes(environ: Mapping[str, str], num_processes: int) -> None:
         )
 
 
+def check_bitwise(accelerator: Accelerator) -> None:
+    """Raises LaunchError where gradients cannot be added in the order of a binary tree."""
+    strategy = accelerator.distributed_type.value
+    if strategy in ("FSDP", "DEEPSPEED", "XLA"):
+        raise LaunchError(
+            f"reproducibility: bitwise is kept on 1 process and under DDP; {strategy} adds "
+            "gradients in an order of its own: use accelerate_configs/multi_gpu.yaml, or "
+            "reproducibility: rounding"
+        )
+    if (count := accelerator.num_processes).bit_count() != 1:
+        raise LaunchError(
+            f"reproducibility: bitwise adds in a binary tree, which {count} processes cannot share "
+            f"evenly: launch a power of two ({1 << (count.bit_length() - 1)} or "
+            f"{1 << count.bit_length()}), or set reproducibility: rounding"
+        )
+
+
+def _asks_for(strategy: str, environ: Mapping[str, str]) -> bool:
+    return environ.get(f"ACCELERATE_USE_{strategy}", "false").lower() == "true"
+
+
+def _strategy_plugins(config: RunConfig, *, rehearsed: bool) -> dict[str, Any]:
+    """What makes the Accelerator use FSDP2 or DeepSpeed; without an accelerator, on CPU processes.
+
+    Left to itself, Accelerate then takes DDP for FSDP, and one process for DeepSpeed. A
+    PartialState made before the Accelerator stays.
+    """
+    if _asks_for("FSDP", os.environ):
+        if rehearsed and "LOCAL_RANK" in os.environ:
+            PartialState(cpu=True, timeout=config.collective_timeout)
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        return {"fsdp_plugin": fsdp2.plugin(rehearsed=rehearsed)}
+    if _asks_for("DEEPSPEED", os.environ):
+        if rehearsed:
+            os.environ["DS_ACCELERATOR"] = "cpu"  # read at the first import of deepspeed
+            os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        plugin = zero_setup.plugin(config.precision)  # before the processes are connected
+        if rehearsed:
+            PartialState(backend="gloo", timeout=config.collective_timeout)
+        return {"deepspeed_plugin": plugin}
+    return {}
+
+
 def _meant_for_cpu(environ: Mapping[str, str]) -> bool:
     """cpu.yaml sets ACCELERATE_USE_CPU; cpu_2.yaml and cpu_4.yaml hide the GPUs instead."""
     use_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     return use_cpu or environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
 
 
-def _pin_threads(processes_here: int) -> None:
-    """Share the cores among this machine's processes; launchers reset this to 1 thread."""
+def _num_threads(config: RunConfig) -> int:
+    """CPU threads of this process. They decide the bits of sums inside a matrix product, so that
+    bitwise mode has the same number on any machine and for any number of processes."""
+    if config.cpu_threads != "auto":
+        return config.cpu_threads
+    if config.reproducibility == "bitwise":
+        return BITWISE_THREADS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, (cores or 1) // processes_here))
+    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _use_deterministic_kernels() -> None:
+    """An operation that has none raises an error that names it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # which times kernels, and takes the fastest today
+    # It costs time, and hides nothing here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _sum(values: Sequence[float]) -> float:
+    """math.fsum, which refuses infinities of both signs."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -2,64 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-from evenstep import optimizer
+from evenstep import optimizer, strategy
+from evenstep.average import Average
 from evenstep.batchnorm import BatchNormStatistics
 from evenstep.config import RunConfig
 from evenstep.hardware import Hardware
 from evenstep.plan import seed_of
-from evenstep.precision import cast_model, grad_scaler
+from evenstep.precision import cast_model
 from evenstep.seeding import seed_everything
+from evenstep.strategy import Strategy
 from evenstep.task import Task
 
-import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Learner:
-    model: nn.Module
-    """As Accelerate prepared it."""
     bare: nn.Module
-    """The same weights without wrappers."""
-    parameters: list[nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    """Torch's own: Accelerate's wrapper looks for a package on the disk in every step."""
-    scaler: torch.amp.GradScaler
+    """The model as its author wrote it, without wrappers; its weights may be shards."""
+    strategy: Strategy
     batchnorm: BatchNormStatistics
-    ema: AveragedModel | None
+    average: Average | None
 
     training_modules: list[nn.Module]
     """Those not frozen in eval mode by their author."""
 
-    def train(self) -> None:
-        """Back from evaluation."""
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The model in eval mode, with the averaged weights where there are some."""
+        with self.average.in_place() if self.average else nullcontext():
+            yield self.bare.eval()
         for module in self.training_modules:
             module.training = True
 
-    @property
-    def evaluated(self) -> nn.Module:
-        """What is evaluated and exported: the averaged weights where there are some."""
-        return self.bare if self.ema is None else self.ema.module
+    def evaluated_weights(self) -> dict[str, Tensor]:
+        """What evaluation sees, whole, on the CPU; see `Strategy.full_weights`."""
+        with self.average.in_place() if self.average else nullcontext():
+            return self.strategy.full_weights()
 
 
 def build(config: RunConfig, task: Task, hardware: Hardware) -> Learner:
-    seed_everything(seed_of("init", config.seed))
-    bare = cast_model(task.model(), config.precision)
+    bare = new_model(config, task)
     if not bare.training:
         bare.train()  # as from_pretrained returns it; a part that alone is in eval mode stays so
     batchnorm = BatchNormStatistics(bare)
     if config.compile:
         bare.compile()  # in place, before `prepare`: no `_orig_mod.` in any saved key
-    model, prepared = hardware.accelerator.prepare(bare, optimizer.build(bare, config.optimizer))
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training_modules = [module for module in bare.modules() if module.training]
-    scaler = grad_scaler(config.precision, hardware.device)
-    ema = None
+    prepared = strategy.prepare(config, hardware, bare, optimizer.build(bare, config.optimizer))
+    average = None
     if config.ema_decay:
-        ema = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))  # type: ignore[no-untyped-call]
-    return Learner(
-        model, bare, parameters, prepared.optimizer, scaler, batchnorm, ema, training_modules
-    )
+        average = Average(
+            prepared.local_parameters(), config.ema_decay, swapped=prepared.parameters_changed
+        )
+    return Learner(bare, prepared, batchnorm, average, training_modules)
+
+
+def new_model(
+    config: RunConfig, task: Task, weights: Mapping[str, Tensor] | None = None
+) -> nn.Module:
+    """The model, on the CPU, with these weights, or else with its first ones."""
+    seed_everything(seed_of("init", config.seed))
+    model = cast_model(task.model(), config.precision)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model

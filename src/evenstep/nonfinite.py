@@ -10,7 +10,7 @@ from evenstep.learner import Learner
 
 from torch import Tensor
 
-GradientOf = Callable[[int], Tensor]  # of this process's micro-batch number `turn`
+Forward = Callable[[int], Tensor]  # the loss of this process's micro-batch number `turn`
 
 
 class NonFiniteError(ArithmeticError):
@@ -21,36 +21,37 @@ def stop_or_skip(
     config: RunConfig,
     step: int,
     losses: Sequence[Tensor],
-    forward_backward: GradientOf,
+    forward: Forward,
     learner: Learner,
     hardware: Hardware,
 ) -> None:
     """Raise NonFiniteError on all processes, unless the run config wants such steps left out."""
-    if learner.scaler.is_enabled() and learner.scaler.get_scale() >= 1:
+    scaler = learner.strategy.scaler
+    if scaler.is_enabled() and scaler.get_scale() >= 1:
         return  # fp16 finds its loss scale by such steps
     if config.on_nonfinite == "stop":
-        where = locate(step, losses, forward_backward, learner, hardware)
+        where = locate(step, losses, forward, learner, hardware)
         raise NonFiniteError(f"{where}; on_nonfinite=skip leaves such steps out")
 
 
 def locate(
     step: int,
     losses: Sequence[Tensor],
-    forward_backward: GradientOf,
+    forward: Forward,
     learner: Learner,
     hardware: Hardware,
 ) -> str:
     """A sentence, the same on all processes, after a step whose gradient was not finite.
 
-    `losses` are those of this process's micro-batches. Where they are finite,
-    `forward_backward(turn)` computes the gradient of one of them anew, as the step did.
+    `losses` are those of this process's micro-batches. Where they are finite, `forward(turn)`
+    computes one of them anew, as the step did.
     """
     found = []
     for turn, loss in enumerate(losses):
         number = hardware.rank + turn * hardware.num_processes
         if not loss.isfinite():
             found.append(f"the loss of micro-batch {number}")
-        elif not _gradient_is_finite(turn, forward_backward, learner, hardware):
+        elif not _gradient_is_finite(forward, turn, learner):
             found.append(f"the gradient of micro-batch {number}")
     learner.batchnorm.discard()
     everywhere = [text for texts in hardware.gather(found) for text in texts]
@@ -59,10 +60,12 @@ def locate(
     return message
 
 
-def _gradient_is_finite(
-    turn: int, forward_backward: GradientOf, learner: Learner, hardware: Hardware
-) -> bool:
-    learner.optimizer.zero_grad()
-    with hardware.accelerator.no_sync(learner.model):
-        forward_backward(turn)
-    return all(p.grad.isfinite().all() for p in learner.bare.parameters() if p.grad is not None)
+def _gradient_is_finite(forward: Forward, turn: int, learner: Learner) -> bool:
+    """True also where a strategy keeps the gradient of one micro-batch to itself."""
+    strategy = learner.strategy
+    if not strategy.shows_gradients:
+        return True
+    strategy.optimizer.zero_grad()
+    with strategy.micro_batch(is_last=False):
+        forward(turn).backward()  # type: ignore[no-untyped-call]
+    return all(p.grad.isfinite().all() for p in strategy.parameters if p.grad is not None)

@@ -112,7 +112,7 @@ class Plan:
             raise ValueError(
                 f"{v} micro-batches a step (global_batch_size {self.global_batch_size} / "
                 f"micro_batch_size {self.micro_batch_size}) cannot be shared evenly by "
-                f"{num_processes} processes; launch {_divisors(v)} processes, {way_out}"
+                f"{num_processes} processes; launch {divisors(v)} processes, {way_out}"
             )
         return v // num_processes
 
@@ -156,9 +156,10 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int) -> None:
 
 
 def _nearest_divisors(total: int, wanted: int) -> list[int]:
-    return sorted(sorted(_divisors(total), key=lambda d: abs(d - wanted))[:2])
+    return sorted(sorted(divisors(total), key=lambda d: abs(d - wanted))[:2])
 
 
-def _divisors(total: int) -> list[int]:
+def divisors(total: int) -> list[int]:
+    """Of a positive number, from small to large."""
     small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
     return sorted({*small, *(total // d for d in small)})

@@ -1,6 +1,8 @@
 """What processes do together: it succeeds on all of them, or fails on all of them.
 
-A process that raised alone would leave the others waiting in their next collective.
+A process that raised alone would leave the others waiting in their next collective. `group` is the
+torch.distributed.ProcessGroup to talk over, of all processes; None is the default one. A thread
+needs one of its own, or its messages would mix with those of the training.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ def is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def on_main(action: Callable[[], T]) -> T:
+def on_main(action: Callable[[], T], group: Any = None) -> T:
     """What `action` returns, or raises, on the main process: on every process."""
     if not dist.is_initialized():
         return action()
@@ -27,14 +29,14 @@ def on_main(action: Callable[[], T]) -> T:
             outcome[0] = action()
         except Exception as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     result: T = outcome[0]
     return result
 
 
-def together(action: Callable[[], T]) -> T:
+def together(action: Callable[[], T], group: Any = None) -> T:
     """What `action` returns on this process; RuntimeError on all if it raised on another one."""
     if not dist.is_initialized():
         return action()
@@ -44,7 +46,7 @@ def together(action: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure and repr(failure))
+    dist.all_gather_object(failures, failure and repr(failure), group=group)
     if failure:
         raise failure
     if any(failures):

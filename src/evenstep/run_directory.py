@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from evenstep.files import to_json, write_atomically
+from evenstep.files import flush, to_json, write_atomically
 from evenstep.masking import mask
 from evenstep.processes import is_main, on_main
 
@@ -117,11 +117,11 @@ def _claim(
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         path = _make_new(output_dir, stem) if name is None else _make(output_dir, name, resume)
+        lock = _lock(path)
     except OSError as error:
         raise ValueError(
-            f"the run directory cannot be made: {error}; see output_dir and name"
+            f"the run directory cannot be made, or written to: {error}; see output_dir and name"
         ) from error
-    lock = _lock(path)
     saved, summary = path / "config.yaml", path / "summary.json"
     if not saved.exists():
         write_atomically(saved, config_text)
@@ -151,6 +151,7 @@ def _make(output_dir: Path, name: str, resume: str) -> Path:
             "remove the directory, or set resume=auto to go on"
         )
     path.mkdir(exist_ok=True)
+    flush(output_dir)
     return path
 
 
@@ -161,6 +162,7 @@ def _make_new(output_dir: Path, stem: str) -> Path:
         path = output_dir / (base if number == 1 else f"{base}-{number}")
         try:
             path.mkdir()
+            flush(output_dir)
             return path
         except FileExistsError:
             number += 1

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from evenstep import checkpoint, checkpoint_files
+from evenstep.checkpoint import Saver
 from evenstep.config import RunConfig
 from evenstep.config_file import difference, to_yaml
+from evenstep.files import write_atomically
 from evenstep.learner import Learner
 from evenstep.processes import on_main
 from evenstep.run_directory import RunDirectory, create
@@ -62,32 +64,33 @@ class RunState:
             self.best = {"metric": best_metric, "value": value, "step": self.step}
 
 
-def open_directory(config: RunConfig, stem: str) -> RunDirectory:
-    """The run directory, new or not. Raises ValueError if it belongs to another run config."""
+def open_directory(config: RunConfig, stem: str) -> tuple[RunDirectory, RunConfig]:
+    """The run directory, new or not, and the run config, with the micro-batch size that an earlier
+    launch found. Raises ValueError if the directory belongs to another run config."""
     text = to_yaml(config)
     directory = create(config.output_dir, config.name, stem, config.resume, text)
     if directory.saved_config is not None:
-        _refuse_changes(directory.path, directory.saved_config, config)
-    return directory
+        old = _parsed(directory.path, directory.saved_config)
+        if config.micro_batch_size == "auto":
+            config = config.model_copy(update={"micro_batch_size": old.get("micro_batch_size")})
+        _refuse_changes(directory.path, old, config)
+    return directory, config
 
 
-def save(state: RunState, learner: Learner, config: RunConfig, directory: Path) -> None:
-    """Save a checkpoint of this step; then drop those that `keep_checkpoints` does not keep."""
-    checkpoint.save(
-        directory,
+def record(config: RunConfig, directory: RunDirectory) -> None:
+    """Keep what the run config came to in `config.yaml`."""
+    on_main(lambda: write_atomically(directory.path / "config.yaml", to_yaml(config)))
+
+
+def save(state: RunState, learner: Learner, config: RunConfig, saver: Saver) -> None:
+    """Save a checkpoint of this step; in the background, `saver.wait` tells when it is complete."""
+    saver.save(
         state.step,
-        model=learner.model,
-        optimizer=learner.optimizer,
-        ema=learner.ema,
-        state={**asdict(state), "scaler": learner.scaler.state_dict()},
+        learner.strategy.tensors(learner.average),
+        state={**asdict(state), "scaler": learner.strategy.scaler.state_dict()},
         config_yaml=to_yaml(config),
+        best_step=state.best_step,
     )
-    on_main(lambda: _tidy(state, config, directory))
-
-
-def _tidy(state: RunState, config: RunConfig, directory: Path) -> None:
-    checkpoint_files.point_best(directory, state.best_step)
-    checkpoint_files.prune(directory, config.keep_checkpoints, state.best_step)
 
 
 def restore(learner: Learner, config: RunConfig, directory: RunDirectory) -> RunState:
@@ -98,11 +101,10 @@ def restore(learner: Learner, config: RunConfig, directory: RunDirectory) -> Run
     path = checkpoint.find(directory.path, config.resume) if config.resume != "never" else None
     state = RunState()
     if path is not None:
-        _refuse_changes(path, (path / "config.yaml").read_text(encoding="utf-8"), config)
-        saved = checkpoint.load(
-            path, model=learner.model, optimizer=learner.optimizer, ema=learner.ema
-        )
-        learner.scaler.load_state_dict(saved.pop("scaler"))
+        text = (path / "config.yaml").read_text(encoding="utf-8")
+        _refuse_changes(path, _parsed(path, text), config)
+        saved = checkpoint.load(path, learner.strategy.tensors(learner.average))
+        learner.strategy.scaler.load_state_dict(saved.pop("scaler"))
         state = RunState(**saved)
     on_main(lambda: _say_and_abandon(path, state, directory.path))
     return state
@@ -111,16 +113,20 @@ def restore(learner: Learner, config: RunConfig, directory: RunDirectory) -> Run
 def _say_and_abandon(path: Path | None, state: RunState, directory: Path) -> None:
     if path is not None:
         print(f"resuming from {path}", flush=True)
-    checkpoint_files.abandon_newer(directory, state.step)
+    # In this order, so that `best` never names a checkpoint that has just been renamed.
     checkpoint_files.point_best(directory, state.best_step)
+    checkpoint_files.abandon_newer(directory, state.step)
 
 
-def _refuse_changes(where: Path, saved: str, config: RunConfig) -> None:
-    """Raise ValueError if a key that decides the result differs from a saved `config.yaml`."""
+def _parsed(where: Path, saved: str) -> dict[str, Any]:
     try:
-        old = dict(yaml.safe_load(saved))
+        return dict(yaml.safe_load(saved))
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{where}/config.yaml is damaged; give the run another name") from error
+
+
+def _refuse_changes(where: Path, old: dict[str, Any], config: RunConfig) -> None:
+    """Raise ValueError if a key that decides the result differs from that of an earlier launch."""
     if changed := difference(old, config):
         changes = "\n  ".join(changed)
         raise ValueError(

@@ -12,14 +12,18 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from evenstep.task import Named, find_module
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
 Key = tuple[str, ...]  # ("optimizer", "lr")
 Model = TypeVar("Model", bound=BaseModel)
+T = TypeVar("T")
 
 HOUSEKEEPING: dict[str, Any] = {"housekeeping": True}
 """As a field's `json_schema_extra`: this key does not decide the result; a resume may change it."""
+
+Housekeeping = Annotated[T, Field(json_schema_extra=HOUSEKEEPING)]
+"""Marks a key so by its type: `log_every: Housekeeping[int] = 10`."""
 
 
 class Section(BaseModel):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import json
 import netrc
 import os
 import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from evenstep.files import to_json, write_atomically
+from evenstep.files import write_atomically
 from evenstep.masking import mask_tree
+from evenstep.replay import JsonLines, Replay
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
@@ -45,7 +46,8 @@ class Tracking:
     processes that skip this crash at exit in one run of four). Every process enters the block.
 
     `config` is the resolved run config, nested; secrets in it are masked here. The keywords are
-    the `tracking` section of the run config: `Tracking(..., **dict(config.tracking))`.
+    the `tracking` section of the run config: `Tracking(..., **dict(config.tracking))`; and
+    `rounding`, how far a step that is computed again may be from its row in metrics.jsonl.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Tracking:
         mode: str = "auto",
         tags: Sequence[str] = (),
         group: str | None = None,
+        rounding: float = 0.0,
         say: Callable[[str], None] = print,
     ):
         check(with_)
@@ -68,6 +71,7 @@ class Tracking:
         self._project, self._mode, self._say = project, mode, say
         self._labels = {"entity": entity, "tags": list(tags), "group": group}
         self._rows = JsonLines(run_dir / "metrics.jsonl") if accelerator.is_main_process else None
+        self._replay = Replay(self._rows, rounding, say) if self._rows else None
         self._newest_step = 0
         self._exit_code = 0
 
@@ -87,35 +91,55 @@ class Tracking:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the scalars of `values`: once a step, with everything there is to log for it.
 
-        A step that was logged before a resume is not logged again, so no tracker ever sees a
-        step twice or steps going backwards. What is no number is left out.
+        A step up to the last one that was logged before a resume is compared with its row, and
+        not logged again: no tracker ever sees a step twice or steps going backwards. What is no
+        number is left out.
         """
         assert step > self._newest_step, "log() takes all values of a step in one call, in order"
         self._newest_step = step
-        if self._rows is None or step <= self._rows.last_step:
+        if self._rows is None or self._replay is None:
             return
         numbers = _numbers(values)
+        if step <= self._replay.last_step:
+            self._replay.check({"step": step, **numbers})
+            return
         # The row first: after a crash no tracker holds a step that metrics.jsonl lacks.
         self._rows.append({"step": step, **numbers})
-        self._accelerator.log(numbers, step=step)
+        with self._unharmed():
+            self._accelerator.log(numbers, step=step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Hand what `RunDirectory.write_summary` returned to W&B; its status sets the exit code."""
         self._exit_code = 0 if summary["status"] == "finished" else 1
         if run := self._wandb_run():
             kept = {key: summary[key] for key in ("status", "best", "seconds", "weights_sha256")}
-            run.summary.update({**_numbers(summary["metrics"]), **kept})
+            with self._unharmed():
+                run.summary.update({**_numbers(summary["metrics"]), **kept})
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._rows is not None:
             self._rows.close()
+        if self._replay is not None and kind is None:
+            self._replay.finish()
         if run := self._wandb_run():
-            run.finish(exit_code=1 if kind else self._exit_code)
-        if kind is None:
-            self._accelerator.end_training()
-        else:  # the process group stays: other processes may wait in a collective
-            for tracker in self._accelerator.trackers:
+            with self._unharmed():
+                run.finish(exit_code=1 if kind else self._exit_code)
+        for tracker in self._accelerator.trackers:
+            with self._unharmed():
                 tracker.finish()
+        if kind is None:  # else the process group stays: others may wait in a collective
+            # torchrun kills the others 30 s after the first process has ended with an error code.
+            self._accelerator.wait_for_everyone()
+            self._accelerator.state.destroy_process_group()
+
+    @contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        """A tracker that fails costs no checkpoint: metrics.jsonl has every row. SLURM, for one,
+        sends the SIGTERM of a preemption to W&B's service as well, which ends at once."""
+        try:
+            yield
+        except Exception as error:
+            self._say(f"warning: a tracker failed ({error!r}); metrics.jsonl has every row")
 
     def _wandb_run(self) -> Any:
         if self._rows is None or "wandb" not in self._names:
@@ -133,41 +157,6 @@ class Tracking:
             run = {"name": name, "mode": mode, "config": self._config, **self._labels}
             kwargs["wandb"] = {**run, **_wandb_settings(self._run_dir)}
         return kwargs
-
-
-class JsonLines:
-    """One JSON object a line, durable line by line; the "step" of each is larger than the last."""
-
-    def __init__(self, path: Path):
-        self._file = path.open("a+b")
-        self.last_step = self._repair()
-
-    def _repair(self) -> int:
-        """Cut off the line that a killed run wrote half; return the last whole line's step or 0."""
-        self._file.seek(0)
-        data = self._file.read()
-        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-        while lines and _step(lines[-1]) is None:
-            lines.pop()
-        self._file.truncate(sum(map(len, lines)))
-        return (_step(lines[-1]) or 0) if lines else 0
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(to_json(row).encode() + b"\n")
-        self._file.flush()
-        # A row must not be lost once a later checkpoint is on disk: it would never be run again.
-        os.fsync(self._file.fileno())
-        self.last_step = row["step"]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _step(line: bytes) -> int | None:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def wandb_mode(mode: str) -> tuple[str | None, str]:

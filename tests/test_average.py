@@ -1,0 +1,100 @@
+"""Averaged weights, against the formula written out."""
+
+import copy
+
+from evenstep.average import Average
+
+import pytest
+import torch
+from torch import nn
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
+    net[2].weight.requires_grad_(False)
+    return net
+
+
+def averaged(net, decay, **options):
+    return Average(dict(net.named_parameters()), decay, **options)
+
+
+def move(net):
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
+def test_each_average_is_the_weighted_sum_of_all_weights_there_were(dtype, decay):
+    net = network(dtype)
+    average = averaged(net, decay)
+    history = [copy.deepcopy(net.state_dict())]
+    for _ in range(5):
+        move(net)
+        average.update()
+        history.append(copy.deepcopy(net.state_dict()))
+    weights = [decay**5] + [(1 - decay) * decay ** (5 - step) for step in range(1, 6)]
+    for name, tensor in average.tensors.items():
+        terms = (w * state[name].double() for w, state in zip(weights, history, strict=True))
+        assert tensor.dtype == dtype
+        torch.testing.assert_close(tensor, sum(terms).to(dtype))
+
+
+def test_only_parameters_are_averaged():
+    assert list(averaged(network(), 0.9).tensors) == [
+        f"{layer}.{kind}" for layer in range(3) for kind in ("weight", "bias")
+    ]
+
+
+def test_a_frozen_weight_is_its_own_average_bit_for_bit():
+    net = network(torch.float32)
+    average = averaged(net, 0.9)
+    for _ in range(50):
+        move(net)
+        average.update()
+    assert average.tensors["2.weight"].equal(net[2].weight)
+
+
+def test_the_averages_are_in_place_within_the_block_and_everything_is_as_before_after_it():
+    net = network(torch.float32)
+    average = averaged(net, 0.9)
+    move(net)
+    average.update()
+    live, averages = copy.deepcopy(net.state_dict()), copy.deepcopy(average.tensors)
+
+    def evaluate_and_fail():
+        with average.in_place():
+            for name, parameter in net.named_parameters():
+                assert parameter.equal(averages[name])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        evaluate_and_fail()
+    for name, parameter in net.named_parameters():
+        assert parameter.equal(live[name])
+        assert average.tensors[name].equal(averages[name])
+    assert not average.tensors["0.weight"].equal(net[0].weight)
+
+
+def test_a_strategy_is_told_whenever_the_weights_have_changed():
+    net, seen = network(), []
+    average = averaged(net, 0.9, swapped=lambda: seen.append(net[0].weight.sum().item()))
+    move(net)
+    live = net[0].weight.sum().item()
+    with average.in_place():
+        assert seen == [average_of_the_initial := net[0].weight.sum().item()]
+    assert seen == [average_of_the_initial, live]
+
+
+def test_weights_of_several_types_are_averaged_each_in_its_own():
+    parameters = {"half": torch.ones(2, dtype=torch.bfloat16), "single": torch.ones(2)}
+    average = Average(parameters, 0.5)
+    for parameter in parameters.values():
+        parameter += 2
+    average.update()
+    assert {t.dtype for t in average.tensors.values()} == {torch.bfloat16, torch.float32}
+    assert all(tensor.tolist() == [2.0, 2.0] for tensor in average.tensors.values())
