@@ -12,9 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from launching import ROOT, command, metrics, run, started, summary, train, write_config
-from safetensors.torch import load_file
 
 pytestmark = pytest.mark.processes
 
@@ -54,10 +52,6 @@ def wait_until(condition, process, seconds=90):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "nothing happened in time"
         time.sleep(0.05)
-
-
-def losses(run_dir):
-    return [row["train/loss"] for row in metrics(run_dir)]
 
 
 def has_logged(run_dir):
@@ -129,16 +123,15 @@ def test_a_tpu_without_torch_xla_says_why_it_cannot_be(tmp_path):
     assert "Traceback" not in output
 
 
-def test_two_machines_give_the_weights_of_one_process(tmp_path):
+def test_two_machines_give_the_hash_of_one_process(tmp_path):
+    write_config(tmp_path, reproducibility="bitwise", precision="fp32", cpu_threads=1)
     alone = train(tmp_path, "alone", 1)
     together = tmp_path / "runs" / "machines"
     with two_machines(str(tmp_path / "exact.yaml"), f"name={together.name}") as machines:
         outputs = [machine.communicate(timeout=120)[0] for machine in machines]
         assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert "2 process(es)" in outputs[0]
-    weights = [load_file(run_dir / "final" / "model.safetensors") for run_dir in (alone, together)]
-    torch.testing.assert_close(weights[1], weights[0], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(losses(together), losses(alone), rtol=1e-9, atol=1e-9)
+    assert summary(together)["weights_sha256"] == summary(alone)["weights_sha256"]
 
 
 def test_a_signal_to_one_machine_stops_all_of_them(tmp_path):
