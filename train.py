@@ -61,8 +61,11 @@ def main(argv: Sequence[str]) -> int:
     stop = StopRequest()
     task = find_module("tasks", config.task.name).build(config.task)
     steps = config.in_steps(len(task.train_dataset) / config.global_batch_size)
-    if config.micro_batch_size != "auto":
-        data.make_plan(config, task, hardware)  # raises before anything is written
+    # What cannot be run is refused before anything is written.
+    if config.micro_batch_size == "auto":
+        memory.check_auto(config, hardware)
+    else:
+        data.make_plan(config, task, hardware)
 
     with ExitStack() as lifetimes:
         directory, config = run_state.open_directory(config, config_file.stem)

@@ -34,6 +34,7 @@ class Config(BaseModel):
     nan_at_index: int | None = None  # this sample's loss is NaN
     nan_gradient: bool = False  # ... or finite, with a NaN gradient
     layer_drop: bool = False  # a layer that a forward uses or not
+    layer_swap: bool = False  # two layers in any order
     draws: bool = False  # from random and numpy too: in the model, its weights and the eval split
     weighted: bool = False  # targets count 0.7 each
     fail_on_rank: int | None = None
@@ -76,6 +77,9 @@ class Network(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.outer = nn.Linear(16, 3)
         self.extra = nn.Linear(16, 16) if config.layer_drop else None
+        self.swapped = nn.ModuleList(
+            nn.Linear(16, 16) for _ in range(2 if config.layer_swap else 0)
+        )
         self.draws = config.draws
         if config.draws:
             self.outer.weight.data += torch.from_numpy(np.random.randn(3, 16)).float() / 10
@@ -85,6 +89,9 @@ class Network(nn.Module):
         hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden).relu()
         if self.extra is not None and torch.rand(()) < 0.5:
             hidden = hidden + self.extra(hidden)
+        if self.swapped:
+            first = int(torch.rand(()) < 0.5)
+            hidden = hidden + self.swapped[1 - first](self.swapped[first](hidden).relu())
         if self.draws and self.training:
             hidden = hidden * (1 + 0.1 * random.random() + 0.1 * np.random.rand())
         return self.outer(self.drop(hidden))

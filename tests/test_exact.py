@@ -152,6 +152,14 @@ def test_half_precision_with_an_average_and_a_resume(tmp_path, precision):
     assert_same(part, whole, 0)
 
 
+def test_in_float16_the_same_steps_overflow_on_more_processes(tmp_path):
+    write_config(tmp_path, steps=6, micro_batch_size=1, precision="fp16", eval_every=None)
+    rows = [metrics(train(tmp_path, f"on-{processes}", processes)) for processes in (1, 4)]
+    for row, other in zip(*rows, strict=True):
+        assert row["train/skipped_steps"] == other["train/skipped_steps"]
+        assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-2)
+
+
 @pytest.mark.parametrize(("samples", "batch"), [(10, 4), (3, 8)])
 def test_epochs_that_do_not_divide_into_batches(tmp_path, samples, batch):
     """CASES 12: n = 10 with batch 4, and fewer samples than a batch."""

@@ -317,9 +317,6 @@ def test_layers_called_in_different_orders_end_the_run_on_all_processes(ranks):
     [
         ("FSDP_VERSION", "1"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "True"),
-        ("PARALLELISM_CONFIG_TP_SIZE", "2"),
-        ("PARALLELISM_CONFIG_CP_SIZE", "2"),
-        ("PARALLELISM_CONFIG_SP_SIZE", "2"),
         ("FSDP_IGNORED_MODULES", ".*head"),
     ],
 )

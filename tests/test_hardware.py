@@ -38,6 +38,19 @@ def test_a_hardware_file_cannot_compile():
     check_settings({"ACCELERATE_DYNAMO_BACKEND": "NO"}, "fp32")
 
 
+@pytest.mark.parametrize("kind", ["TP", "CP", "SP"])
+def test_only_data_parallel_meshes_are_run(kind):
+    with pytest.raises(ValueError, match=f"parallelism_config_{kind.lower()}_size 2"):
+        check_settings({f"PARALLELISM_CONFIG_{kind}_SIZE": "2"}, "fp32")
+
+
+def test_a_mesh_of_another_size_than_the_launch_is_refused():
+    mesh = {f"PARALLELISM_CONFIG_DP_{kind}_SIZE": "2" for kind in ("REPLICATE", "SHARD")}
+    with pytest.raises(ValueError, match=r"2 process\(es\) were launched, and .* mesh has 4"):
+        check_settings({**mesh, "WORLD_SIZE": "2"}, "fp32")
+    check_settings({**mesh, "WORLD_SIZE": "4"}, "fp32")
+
+
 LAUNCH = ["-m", "accelerate.commands.launch"]
 
 

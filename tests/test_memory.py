@@ -136,7 +136,7 @@ def test_auto_is_refused_where_a_trial_would_need_the_other_processes(strategy):
     accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=strategy))
     hardware = SimpleNamespace(accelerator=accelerator, num_processes=2)
     with pytest.raises(ValueError, match=rf"under {strategy}.*\[1, 2, 4\]"):
-        memory.find_micro_batch_size(8, None, hardware, None)
+        memory.check_auto(SimpleNamespace(global_batch_size=8), hardware)
 
 
 REAL_LIMIT = """

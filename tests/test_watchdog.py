@@ -54,18 +54,17 @@ def test_a_sign_of_life_costs_less_than_5_microseconds(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("hanging", [0, 1])
-def test_a_hanging_rank_ends_the_run_with_all_stacks_on_disk(tmp_path, hanging):
+def test_a_hanging_rank_ends_the_run_with_all_stacks_on_disk(tmp_path):
     """CASES 18."""
     config = str(write_config(tmp_path, collective_timeout=10))
-    arguments = [config, "name=hung", f"task.hang_on_rank={hanging}"]
+    arguments = [config, "name=hung", "task.hang_on_rank=1"]
     code, output = run(command(2, *arguments), timeout=120)
     assert code not in (0, 75), output
     run_dir = tmp_path / "runs" / "hung"
     stacks = [(run_dir / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1)]
-    assert "exact_task.py" in stacks[hanging], "where it hangs"
+    assert "exact_task.py" in stacks[1], "where it hangs"
     assert all(f"rank {rank}" in text for rank, text in enumerate(stacks))
-    assert str(ROOT / "train.py") in stacks[1 - hanging]
+    assert str(ROOT / "train.py") in stacks[0]
     assert output.count("its stacks are in") == 2
     assert summary(run_dir)["status"] == "failed"
     assert "imed out" in summary(run_dir)["cause"] or "closed" in summary(run_dir)["cause"]

@@ -8,14 +8,13 @@ import math
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from evenstep import zero_setup
 
 import pytest
 import torch
 import yaml
-from launching import ROOT, run
+from launching import ROOT, command, run, write_config
 from torch import nn
 
 STAGES = [1, 2, 3]
@@ -230,18 +229,14 @@ def connect():
 
 
 def prepare(accelerator, stage):
+    from evenstep.hardware import Hardware
     from evenstep.zero import Zero
 
     accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] = stage
     accelerator.deepspeed_engine_wrapped = None
     model, optimizer = build()
     engine, _ = accelerator.prepare(model, optimizer)
-    hardware = SimpleNamespace(
-        num_processes=accelerator.num_processes,
-        rank=accelerator.process_index,
-        device=accelerator.device,
-        accelerator=accelerator,
-    )
+    hardware = Hardware(accelerator, channel=torch.distributed.group.WORLD)
     return Zero(hardware, model, engine, torch.amp.GradScaler("cpu", enabled=False))
 
 
@@ -315,6 +310,15 @@ def script(path):
     if accelerator.is_main_process:
         Path(path).write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+@pytest.mark.processes
+def test_layers_in_another_order_on_each_process_are_refused(tmp_path):
+    """DeepSpeed would add up the gradients of different parameters."""
+    config = str(write_config(tmp_path, precision="fp32", steps=4))
+    code, output = run(command(2, config, "task.layer_swap=true", hardware="zero2"))
+    assert code != 0
+    assert "in different orders" in output
 
 
 if __name__ == "__main__":

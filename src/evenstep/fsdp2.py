@@ -28,9 +28,6 @@ _FITTING = {
     "FSDP_VERSION": "2",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
     "FSDP_IGNORED_MODULES": "",
-    "PARALLELISM_CONFIG_TP_SIZE": "1",
-    "PARALLELISM_CONFIG_CP_SIZE": "1",
-    "PARALLELISM_CONFIG_SP_SIZE": "1",
 }
 
 
@@ -46,6 +43,28 @@ def check(environ: Mapping[str, str]) -> None:
                 f"the hardware file asks for {key.lower()} {value}, which evenstep does not run: "
                 "accelerate_configs/fsdp2.yaml shows what it does"
             )
+
+
+def check_mesh(environ: Mapping[str, str]) -> None:
+    """Raises ValueError for a mesh of processes that is not data-parallel, or of another size."""
+    sizes = {
+        kind: environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")
+        for kind in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
+    }
+    for kind in ("TP", "CP", "SP"):
+        if sizes[kind] != "1":
+            raise ValueError(
+                f"the hardware file asks for parallelism_config_{kind.lower()}_size {sizes[kind]}; "
+                "evenstep splits data, weights, gradients and optimizer state, and nothing else"
+            )
+    mesh = int(sizes["DP_REPLICATE"]) * int(sizes["DP_SHARD"])
+    count = environ.get("WORLD_SIZE", "1")
+    if mesh > 1 and count != str(mesh):
+        raise ValueError(
+            f"{count} process(es) were launched, and the hardware file's mesh has {mesh}: make "
+            "parallelism_config_dp_replicate_size times parallelism_config_dp_shard_size the number"
+            " of processes"
+        )
 
 
 def plugin(*, rehearsed: bool) -> Any:

@@ -31,6 +31,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     is_torch_xla_available,
 )
+from torch import Tensor
 
 BITWISE_THREADS = 2
 
@@ -74,14 +75,22 @@ class Hardware:
     def sums(self, *columns: Sequence[float]) -> list[float]:
         """The sum of each column over its values on all processes, correctly rounded: the same on
         any number of processes. Each process gives as many values as the others."""
-        if self.channel is None:
-            return [_sum(column) for column in columns]
-        own = torch.tensor([value for column in columns for value in column], dtype=torch.float64)
-        everywhere = own.new_empty(self.num_processes * len(own))
-        dist.all_gather_into_tensor(everywhere, own, group=self.channel)
-        rows = everywhere.view(self.num_processes, -1)
+        rows = self._rows([value for column in columns for value in column])
         parts = torch.split(rows, [len(column) for column in columns], dim=1)
         return [_sum(part.flatten().tolist()) for part in parts]
+
+    def everywhere(self, value: float) -> list[float]:
+        """The value of each process, on all of them."""
+        return self._rows([value])[:, 0].tolist()
+
+    def _rows(self, values: Sequence[float]) -> Tensor:
+        """(P, len(values)) float64: a row a process. Each gives as many as the others."""
+        own = torch.tensor(values, dtype=torch.float64)
+        if self.channel is None:
+            return own[None]
+        rows = own.new_empty(self.num_processes * len(own))
+        dist.all_gather_into_tensor(rows, own, group=self.channel)
+        return rows.view(self.num_processes, -1)
 
     def gather(self, value: Any) -> list[Any]:
         """One value a process, in order of rank, on the main process; [] elsewhere."""
@@ -161,6 +170,7 @@ def check_settings(environ: Mapping[str, str], precision: str) -> None:
             f"the hardware file asks for dynamo_backend {backend!r}; compiled kernels round "
             "differently: remove it, and put `compile: true` into the run config if you want it"
         )
+    fsdp2.check_mesh(environ)
     if _asks_for("FSDP", environ):
         fsdp2.check(environ)
     if _asks_for("DEEPSPEED", environ):

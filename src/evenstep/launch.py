@@ -94,4 +94,9 @@ def _launch_on_tpu(args: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    finally:
+        # Python puts the default handlers back while it ends: a repeated signal would kill it then.
+        for number in _PASSED_ON:
+            signal.signal(number, signal.SIG_IGN)

@@ -76,6 +76,18 @@ def _advice(plan: Plan, num_processes: int) -> str:
     )
 
 
+def check_auto(config: RunConfig, hardware: Hardware) -> None:
+    """Raises ValueError where no size can be tried, or none would do."""
+    strategy = hardware.accelerator.distributed_type.value
+    sizes = candidates(config.global_batch_size, hardware.num_processes)
+    if strategy in ("FSDP", "DEEPSPEED"):
+        raise ValueError(
+            f"micro_batch_size: auto cannot be found under {strategy}, where a forward needs all "
+            "processes and one that runs out of memory would leave the others waiting; give a "
+            f"number: {sizes}"
+        )
+
+
 def settled(
     config: RunConfig,
     task: Task,
@@ -109,15 +121,8 @@ def find_micro_batch_size(
     to another process: one that fails would leave the others waiting. The learner is then as it
     was. Where samples differ in size, the first step may not hold the largest.
 
-    Raises ValueError where no size fits, and under strategies that cannot try one alone.
+    Raises ValueError where no size fits.
     """
-    strategy = hardware.accelerator.distributed_type.value
-    if strategy in ("FSDP", "DEEPSPEED"):
-        raise ValueError(
-            f"micro_batch_size: auto cannot be found under {strategy}, where a forward needs all "
-            "processes and one that runs out of memory would leave the others waiting; give a "
-            f"number: {candidates(global_batch_size, hardware.num_processes)}"
-        )
     sizes = candidates(global_batch_size, hardware.num_processes)
 
     def too_large(size: int) -> bool:

@@ -71,8 +71,12 @@ def open_directory(config: RunConfig, stem: str) -> tuple[RunDirectory, RunConfi
     directory = create(config.output_dir, config.name, stem, config.resume, text)
     if directory.saved_config is not None:
         old = _parsed(directory.path, directory.saved_config)
+        size = old.get("micro_batch_size")
         if config.micro_batch_size == "auto":
-            config = config.model_copy(update={"micro_batch_size": old.get("micro_batch_size")})
+            config = config.model_copy(update={"micro_batch_size": size})
+        elif size == "auto":  # that launch ended before it had found a number
+            old["micro_batch_size"] = config.micro_batch_size
+            record(config, directory)
         _refuse_changes(directory.path, old, config)
     return directory, config
 

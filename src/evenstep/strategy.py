@@ -28,16 +28,30 @@ def prepare(
     if config.reproducibility == "bitwise":
         model = hardware.accelerator.prepare_model(bare, evaluation_mode=True)  # without DDP
         return Bitwise(hardware, bare, model, optimizer, scaler)
-    if hardware.accelerator.is_fsdp2:
+    kind = hardware.accelerator.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED"):
+        _check_dimensions(bare, kind)
+    if kind == "FSDP":
         fsdp2.name_layers(hardware.accelerator.state.fsdp_plugin, bare)
-    model, prepared = hardware.accelerator.prepare(bare, optimizer)
-    if hardware.accelerator.distributed_type == "DEEPSPEED":
+    try:
+        model, prepared = hardware.accelerator.prepare(bare, optimizer)
+    except ValueError as error:
+        raise ValueError(f"the hardware file does not fit this model: {error}") from error
+    if kind == "DEEPSPEED":
         from evenstep.zero import Zero
 
         return Zero(hardware, bare, model, scaler)
-    kind = Fsdp2 if hardware.accelerator.is_fsdp2 else Strategy
+    strategy = Fsdp2 if kind == "FSDP" else Strategy
     # Accelerate's own optimizer looks for a package on the disk in every step.
-    return kind(hardware, bare, model, prepared.optimizer, scaler)
+    return strategy(hardware, bare, model, prepared.optimizer, scaler)
+
+
+def _check_dimensions(model: nn.Module, kind: str) -> None:
+    if names := [name for name, p in model.named_parameters() if not p.ndim]:
+        raise ValueError(
+            f"{kind} cannot split parameters without a dimension: give {', '.join(names)} the "
+            "shape (1,), or use accelerate_configs/multi_gpu.yaml"
+        )
 
 
 class Strategy:
@@ -76,15 +90,22 @@ class Strategy:
         """Add the gradient of `weight * loss` to the step's: `weight` is 1 / targets of the step,
         or NaN."""
         # DDP and FSDP2 average over P processes: P times the mean over all targets gives the sum.
-        scale = self.scaler.scale(weight * self.hardware.num_processes)
-        loss.backward(scale)  # type: ignore[no-untyped-call]
+        # With a factor P float16 would overflow sooner: there it has to wait until `clip`.
+        factor = 1 if self.scaler.is_enabled() else self.hardware.num_processes
+        loss.backward(self.scaler.scale(weight * factor))  # type: ignore[no-untyped-call]
 
     def clip(self, max_norm: float) -> float:
         """Scale the step's gradient down to `max_norm`; returns the norm it had, the same on all
         processes: not finite as soon as one micro-batch's gradient is not."""
         self.scaler.unscale_(self.optimizer)
+        self._finish_sum()
         norm = clip_grad_norm_(self.parameters, max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _finish_sum(self) -> None:
+        if self.scaler.is_enabled() and self.hardware.num_processes > 1:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, self.hardware.num_processes)
 
     def step(self, lr: float) -> None:
         """Update the weights."""
@@ -180,6 +201,9 @@ class Bitwise(Strategy):
         ):
             parameter.grad = gradient if used else None
         return super().clip(max_norm)
+
+    def _finish_sum(self) -> None:
+        """It is whole."""
 
     def sum(self, terms: Sequence[Tensor]) -> Tensor:
         total = summation.tree_sum(terms)

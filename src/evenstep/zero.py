@@ -5,6 +5,7 @@ Traps (read in the source of DeepSpeed 0.19):
 
 - The flat optimizer cannot leave a parameter out of a step, as torch does without a gradient; and
   one that a single process does not use shifts the buffers that are added up, without an error.
+- ZeRO-2 and 3 add up gradients in the order in which they come, on each process for itself.
 - ZeRO-1 and 2, and 3 with offload, step a copy of the weights, which overwrites the weights.
 - Under ZeRO-3 small parameters stay whole, as copies that only a step brings up to date.
 - `engine.step` computes a norm of its own, too late to decide anything by it.
@@ -12,9 +13,11 @@ Traps (read in the source of DeepSpeed 0.19):
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,10 @@ class Zero(Strategy):
         self._engine, self._zero = engine, (zero := engine.optimizer)
         self._named: dict[str, Any] = dict(bare.named_parameters())
         self._splits_weights = engine.zero_optimization_stage() == 3
+        self._order: list[int] = []  # in which the gradients of a step came
+        for number, parameter in enumerate(self.parameters):
+            note = partial(self._note, number)
+            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         # What the optimizer steps: this process's parts of a group's parameters, in a row.
         self._flats: list[Tensor]
         if self._splits_weights:
@@ -98,6 +105,7 @@ class Zero(Strategy):
 
     def start(self) -> None:
         """The last step left no gradient."""
+        self._order.clear()
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         self._engine.set_gradient_accumulation_boundary(is_last)
@@ -122,6 +130,8 @@ class Zero(Strategy):
             )
 
     def clip(self, max_norm: float) -> float:
+        """Raises ValueError if gradients came in different orders, which DeepSpeed mixes up."""
+        self._check_order()
         gradients = self._gradients()
         square = torch.nn.utils.get_total_norm(gradients).double().square()
         square = square.to(self.hardware.device)
@@ -131,6 +141,17 @@ class Zero(Strategy):
         if scale < 1:
             torch._foreach_mul_(gradients, scale)
         return norm
+
+    def _note(self, number: int, _: Tensor) -> None:
+        self._order.append(number)
+
+    def _check_order(self) -> None:
+        digest = hashlib.sha256(repr(self._order).encode()).digest()
+        if len({*self.hardware.everywhere(int.from_bytes(digest[:6], "big"))}) > 1:
+            raise ValueError(
+                "processes computed the gradients of this model in different orders (layers that a "
+                f"micro-batch skips or swaps), which DeepSpeed mixes up: {ELSEWHERE}"
+            )
 
     def _gradients(self) -> list[Tensor]:
         """This process's part of the step's gradient."""
