@@ -30,7 +30,9 @@ VIT = (
 NETWORKS = {"resnet18": "{name: resnet18}", "vit with dropout": VIT}
 
 
-def command(output_dir: Path, name: str, model: str, steps: int, processes: int) -> list[str]:
+def command(
+    output_dir: Path, name: str, model: str, steps: int, processes: int, save_every: str = "null"
+) -> list[str]:
     hardware = "cpu" if processes == 1 else "cpu_2"
     several = ["--num_processes", str(processes), "--main_process_port", "0"]
     return [
@@ -40,7 +42,7 @@ def command(output_dir: Path, name: str, model: str, steps: int, processes: int)
         *("train.py", "configs/digits.yaml", f"output_dir={output_dir}", f"name={name}"),
         *("reproducibility=bitwise", "global_batch_size=64", "micro_batch_size=8"),
         *(f"steps={steps}", "epochs=null", f"task.model={model}", "ema_decay=0.99"),
-        *("save_every=5", "eval_every=50", "tracking.with=[]"),
+        *(f"save_every={save_every}", "eval_every=50", "tracking.with=[]"),
     ]
 
 
@@ -62,7 +64,7 @@ def killed(output_dir: Path, model: str, steps: int, kills: int) -> str:
         launches.append(processes)
         before, launched = newest(run_dir), time.time()
         process = subprocess.Popen(
-            command(output_dir, "killed", model, steps, processes),
+            command(output_dir, "killed", model, steps, processes, save_every="5"),
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

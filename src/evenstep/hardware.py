@@ -88,9 +88,9 @@ class Hardware:
         own = torch.tensor(values, dtype=torch.float64)
         if self.channel is None:
             return own[None]
-        rows = own.new_empty(self.num_processes * len(own))
-        dist.all_gather_into_tensor(rows, own, group=self.channel)
-        return rows.view(self.num_processes, -1)
+        rows = own.new_empty(self.num_processes, len(own))
+        dist.all_gather(list(rows), own, group=self.channel)
+        return rows
 
     def gather(self, value: Any) -> list[Any]:
         """One value a process, in order of rank, on the main process; [] elsewhere."""

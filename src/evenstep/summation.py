@@ -83,4 +83,4 @@ def sum_over_processes(flat: Tensor, num_processes: int) -> None:
         parts = received.view(num_processes, -1)
         while len(parts) > 1:
             parts = parts[: len(parts) // 2] + parts[len(parts) // 2 :]
-        dist.all_gather_into_tensor(chunk, parts[0])
+        dist.all_gather(list(chunk.view(num_processes, -1)), parts[0])
