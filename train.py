@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from evenstep import (
@@ -74,13 +73,8 @@ def main(argv: Sequence[str]) -> int:
             hardware.say(f"{directory.path} is finished; give another name to train anew")
             return 0
         stop.watch(directory.path, is_main=hardware.is_main, time_limit=config.time_limit)
-        run = Run(config, hardware, task, learner.build(config, task, hardware))
-        if config.micro_batch_size == "auto":
-            trial = partial(accumulate, run, 1, targets=1, join=False)
-            config = memory.settled(config, task, run.learner, hardware, trial)
-            run_state.record(config, directory)
-            run = replace(run, config=config)
-        plan = data.make_plan(config, task, hardware)
+        run = make_run(config, hardware, task, directory)
+        config, plan = run.config, data.make_plan(run.config, task, hardware)
         hardware.say(plan.describe(hardware.num_processes, steps.last))
         state = run_state.restore(run.learner, config, directory)
         out = open_outputs(lifetimes, config, hardware, task, directory, state, steps.last)
@@ -108,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
             if due(step, steps.log_every, steps.last):
                 row |= training_row(run, state, result, pace)
             if eval_batches and due(step, steps.eval_every, steps.last):
-                row |= evaluate(run, state, eval_batches, directory.path, out)
+                row |= evaluate(run, state, eval_batches, out)
             if row:
                 out.log(step, row)
             if due(step, steps.save_every, steps.last) or state.is_best or stopping:
@@ -126,6 +120,17 @@ class Run:
     hardware: Hardware
     task: Task
     learner: Learner
+
+
+def make_run(config: RunConfig, hardware: Hardware, task: Task, directory: RunDirectory) -> Run:
+    """Build the model, and find the micro-batch size if the run config leaves it open."""
+    run = Run(config, hardware, task, learner.build(config, task, hardware))
+    if config.micro_batch_size != "auto":
+        return run
+    trial = partial(accumulate, run, 1, targets=1, join=False)
+    config = memory.settled(config, task, run.learner, hardware, trial)
+    run_state.record(config, directory)
+    return replace(run, config=config)
 
 
 @dataclass(frozen=True)
@@ -206,9 +211,7 @@ def training_row(run: Run, state: RunState, result: StepResult, pace: Pace) -> d
 
 
 @torch.no_grad()
-def evaluate(
-    run: Run, state: RunState, batches: Any, directory: Path, out: Outputs
-) -> dict[str, Any]:
+def evaluate(run: Run, state: RunState, batches: Any, out: Outputs) -> dict[str, Any]:
     """Score every sample of the evaluation split once; returns the metrics, alike everywhere."""
     rows = evaluation.Rows()
     with run.learner.evaluating() as model:
@@ -217,7 +220,7 @@ def evaluate(
             with autocast(run.config.precision, run.hardware.device):
                 rows.add(indices, run.task.score(model, batch))
             out.alive(state.step)
-    metrics = evaluation.summarize(rows, run.task, run.hardware, directory)
+    metrics = evaluation.summarize(rows, run.task, run.hardware, out.directory)
     state.evaluated(metrics, f"eval/{run.task.best_metric}", run.task.higher_is_better)
     return metrics
 

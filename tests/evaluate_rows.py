@@ -24,8 +24,8 @@ with tempfile.TemporaryDirectory() as folder:
         plan = Plan(50, 16, 4, seed=0)
         run = train.Run(config, machine, task, learner.build(config, task, machine))
         _, batches = data.loaders(task, plan, machine, config, first_step=1, last_step=1)
-        watched = SimpleNamespace(alive=lambda step: None)
-        metrics = train.evaluate(run, RunState(), batches, Path(folder), watched)
+        out = SimpleNamespace(directory=Path(folder), alive=lambda step: None)
+        metrics = train.evaluate(run, RunState(), batches, out)
         if machine.is_main:
             rows = pq.read_table(Path(folder) / "predictions.parquet").to_pydict()
             print(f"n={n} index={rows['index']} mean={metrics['eval/value']}", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from evenstep import environment, progress, replay
@@ -21,6 +22,8 @@ from evenstep.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Outputs:
+    directory: Path
+    """The run directory."""
     console: progress.Progress
     tracking: Tracking
     saver: Saver
@@ -63,6 +66,7 @@ def open_outputs(
         timeout=timeout,
     )
     return Outputs(
+        directory.path,
         console,
         lifetimes.enter_context(tracking),
         lifetimes.enter_context(saver),
