@@ -1,6 +1,6 @@
 """One SHA-256 of the weights on 1, 2, 4 and 8 processes, and after 20 times kill -9.
 
-    python benchmarks/one_hash.py                       both networks, about half an hour on 2 cores
+    python benchmarks/one_hash.py                       both networks, 35 minutes on 2 cores
     python benchmarks/one_hash.py --steps 60 --kills 3   shorter
 
 Trains a ResNet-18 and a vision transformer with dropout on scikit-learn's digits with
