@@ -1,6 +1,6 @@
 """What `reproducibility: bitwise` costs one process, against rounding mode, side by side.
 
-    python benchmarks/bitwise.py             about four minutes on 2 cores; prints the ratio
+    python benchmarks/bitwise.py             about three minutes on 2 cores; prints the ratio
 
 A ResNet-18 on 32x32 images (scikit-learn's digits, enlarged), batch 64 in micro-batches of 16, on 2
 threads in both modes. They take turns, and each turn gives a ratio of medians over its steps:
@@ -20,7 +20,7 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent))
 import train
 
-STEPS, WARMUP, TURNS = 14, 4, 7
+STEPS, WARMUP, TURNS = 8, 2, 5
 
 
 def seconds_per_step(reproducibility: str) -> float:
