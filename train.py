@@ -228,11 +228,11 @@ def evaluate(run: Run, state: RunState, batches: Any, out: Outputs) -> dict[str,
 def finish(run: Run, state: RunState, directory: RunDirectory, out: Outputs, *, done: bool) -> int:
     """Write `final/` if the run is done, and `summary.json`; returns the exit code."""
     out.saver.wait()  # before the summary tells that all is well
+    own = run.learner.strategy.full_weights()
     if done:
-        weights = run.learner.evaluated_weights()
+        weights = run.learner.evaluated_weights() if run.learner.average else own
         model = partial(new_model, run.config, run.task, weights)
         checkpoint.export(directory.path, model, task_export=run.task.export)
-    own = run.learner.strategy.full_weights()
     sha256 = on_main(lambda: checkpoint.weights_sha256(own))
     status: run_directory.Status = "finished" if done else "stopped"
     summary = directory.write_summary(status, state, weights_sha256=sha256)

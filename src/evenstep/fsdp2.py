@@ -14,9 +14,10 @@ Traps of FSDP2 (read in the source of torch 2.14 and accelerate 1.15):
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, cast
+
+from evenstep.plan import seed_of
 
 import torch
 import torch.distributed as dist
@@ -106,11 +107,11 @@ class UsedParameters:
         """`model` is as `fully_shard` made it; `channel` is a process group on the CPU, or None
         for one process."""
         self._model, self._channel = model, channel
-        self._called: list[str] = []  # the layers that are gathered one by one, in order
-        for name, module in model.named_modules():
+        self._called: list[int] = []  # the layers that are gathered one by one, in order
+        for number, module in enumerate(model.modules()):
             if channel is not None and isinstance(module, FSDPModule):
                 cast(nn.Module, module).register_forward_pre_hook(
-                    lambda *_, name=name: self._note(name)
+                    lambda *_, number=number: self._note(number)
                 )
 
     def agree_in_backward(self, loss: Tensor) -> None:
@@ -124,13 +125,12 @@ class UsedParameters:
         if self._channel is not None:
             loss.register_hook(lambda _: queue(self._agree))  # type: ignore[no-untyped-call]
 
-    def _note(self, name: str) -> None:
+    def _note(self, number: int) -> None:
         if torch.is_grad_enabled():  # an evaluation has no backward to tell of it in
-            self._called.append(name)
+            self._called.append(number)
 
     def _agree(self) -> None:
-        digest = hashlib.sha256(" ".join(self._called).encode()).digest()
-        order = int.from_bytes(digest[:6], "big")
+        order = seed_of("layers", *self._called)
         self._called.clear()
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         used = [int(p.grad is not None) for p in parameters]

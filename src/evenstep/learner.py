@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from evenstep import optimizer, strategy
@@ -34,15 +34,18 @@ class Learner:
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """The model in eval mode, with the averaged weights where there are some."""
-        with self.average.in_place() if self.average else nullcontext():
+        with self._averaged():
             yield self.bare.eval()
         for module in self.training_modules:
             module.training = True
 
     def evaluated_weights(self) -> dict[str, Tensor]:
         """What evaluation sees, whole, on the CPU; see `Strategy.full_weights`."""
-        with self.average.in_place() if self.average else nullcontext():
+        with self._averaged():
             return self.strategy.full_weights()
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        return self.average.in_place() if self.average else nullcontext()
 
 
 def build(config: RunConfig, task: Task, hardware: Hardware) -> Learner:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from evenstep.config import RunConfig
-from evenstep.data import loaders
+from evenstep.data import loaders, make_plan
 from evenstep.hardware import Hardware
 from evenstep.learner import Learner
 from evenstep.plan import Plan, divisors
@@ -101,7 +101,7 @@ def settled(
     """
 
     def trial(size: int) -> None:
-        plan = Plan(len(task.train_dataset), config.global_batch_size, size, config.seed)
+        plan = make_plan(config.model_copy(update={"micro_batch_size": size}), task, hardware)
         batches, _ = loaders(task, plan, hardware, config, first_step=1, last_step=1)
         accumulate(list(batches))
 

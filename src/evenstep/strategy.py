@@ -72,6 +72,11 @@ class Strategy:
         self.optimizer, self.scaler = optimizer, scaler
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
+    @property
+    def averaged_over(self) -> int:
+        """Over how many processes gradients are averaged, as DDP and FSDP2 do, instead of added."""
+        return self.hardware.num_processes
+
     def visits(self, count: int) -> Sequence[int]:
         """The order in which this process computes its `count` micro-batches of a step."""
         return range(count)
@@ -89,23 +94,20 @@ class Strategy:
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of `weight * loss` to the step's: `weight` is 1 / targets of the step,
         or NaN."""
-        # DDP and FSDP2 average over P processes: P times the mean over all targets gives the sum.
-        # With a factor P float16 would overflow sooner: there it has to wait until `clip`.
-        factor = 1 if self.scaler.is_enabled() else self.hardware.num_processes
+        # P times an average over P processes is their sum. With the factor P float16 would overflow
+        # sooner: there it has to wait until `clip`.
+        factor = 1 if self.scaler.is_enabled() else self.averaged_over
         loss.backward(self.scaler.scale(weight * factor))  # type: ignore[no-untyped-call]
 
     def clip(self, max_norm: float) -> float:
         """Scale the step's gradient down to `max_norm`; returns the norm it had, the same on all
         processes: not finite as soon as one micro-batch's gradient is not."""
         self.scaler.unscale_(self.optimizer)
-        self._finish_sum()
+        if self.scaler.is_enabled() and self.averaged_over > 1:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, self.averaged_over)
         norm = clip_grad_norm_(self.parameters, max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-    def _finish_sum(self) -> None:
-        if self.scaler.is_enabled() and self.hardware.num_processes > 1:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, self.hardware.num_processes)
 
     def step(self, lr: float) -> None:
         """Update the weights."""
@@ -171,6 +173,10 @@ class Bitwise(Strategy):
     views of one flat buffer, followed by a number a parameter: how many leaves of the tree used it.
     """
 
+    @property
+    def averaged_over(self) -> int:
+        return 1
+
     def visits(self, count: int) -> Sequence[int]:
         self._in_a_row = summation.terms_in_a_row(count)
         return summation.visits(count)
@@ -183,7 +189,7 @@ class Bitwise(Strategy):
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
-        loss.backward(self.scaler.scale(weight))  # type: ignore[no-untyped-call]
+        super().backward(loss, weight)
         self._computed += 1
         if self._computed % self._in_a_row == 0:
             self._sums.add(self._take_gradients())
@@ -201,9 +207,6 @@ class Bitwise(Strategy):
         ):
             parameter.grad = gradient if used else None
         return super().clip(max_norm)
-
-    def _finish_sum(self) -> None:
-        """It is whole."""
 
     def sum(self, terms: Sequence[Tensor]) -> Tensor:
         total = summation.tree_sum(terms)

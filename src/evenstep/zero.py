@@ -13,7 +13,6 @@ Traps (read in the source of DeepSpeed 0.19):
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 
 from evenstep.average import Average
 from evenstep.hardware import Hardware
+from evenstep.plan import seed_of
 from evenstep.strategy import Strategy
 from evenstep.zero_setup import ELSEWHERE
 
@@ -113,7 +113,7 @@ class Zero(Strategy):
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Raises ValueError for trained parameters that the loss does not depend on."""
-        weighted = loss * (weight * self.hardware.num_processes)
+        weighted = loss * (weight * self.averaged_over)
         weighted.register_hook(self._check_use)  # type: ignore[no-untyped-call]
         self._engine.backward(weighted, scale_wrt_gas=False)
 
@@ -146,8 +146,8 @@ class Zero(Strategy):
         self._order.append(number)
 
     def _check_order(self) -> None:
-        digest = hashlib.sha256(repr(self._order).encode()).digest()
-        if len({*self.hardware.everywhere(int.from_bytes(digest[:6], "big"))}) > 1:
+        order = seed_of("gradients", *self._order) >> 10  # float64 holds 53 bits
+        if len({*self.hardware.everywhere(order)}) > 1:
             raise ValueError(
                 "processes computed the gradients of this model in different orders (layers that a "
                 f"micro-batch skips or swaps), which DeepSpeed mixes up: {ELSEWHERE}"
