@@ -147,10 +147,12 @@ def stored_keys(path: Path) -> set[str]:
 def script(tmp_path: Path, body: str, *, processes: int = 1) -> tuple[int, str]:
     """(return code, output) of Python code that sees this module, on CPU processes."""
     prelude = f"""
-        import os, resource, shutil, signal, sys, threading
+        import atexit, os, resource, shutil, signal, sys, threading
         import pytest
         from checkpoint_run import *
+        from evenstep.processes import let_threads_finish
         torch.set_num_threads(1)
+        atexit.register(let_threads_finish)
         run_dir = Path({str(tmp_path / "run")!r})
     """
     file = tmp_path / "script.py"

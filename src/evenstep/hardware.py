@@ -7,6 +7,7 @@ where two were asked for, or two that each believe to be alone); every such laun
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 
 from evenstep import fsdp2, zero_setup
 from evenstep.config import RunConfig
+from evenstep.processes import let_threads_finish
 
 import torch
 import torch.distributed as dist
@@ -146,8 +148,10 @@ def start(config: RunConfig) -> Hardware:
         check_bitwise(accelerator)
     torch.set_num_threads(_num_threads(config))  # after the Accelerator, which sets it to 1
     timeout = config.collective_timeout
-    several = accelerator.num_processes > 1
-    channel = dist.new_group(backend="gloo", timeout=timeout) if several else None
+    channel = None
+    if accelerator.num_processes > 1:
+        channel = dist.new_group(backend="gloo", timeout=timeout)
+        atexit.register(let_threads_finish)
     hardware = Hardware(accelerator, channel)
     if no_accelerator and not _meant_for_cpu(os.environ):
         alone = "no accelerator on this machine: training on its CPU"

@@ -7,6 +7,7 @@ needs one of its own, or its messages would mix with those of the training.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -53,3 +54,11 @@ def together(action: Callable[[], T], group: Any = None) -> T:
         named = (f"process {rank}: {text}" for rank, text in enumerate(failures) if text)
         raise RuntimeError("; ".join(named))
     return result
+
+
+def let_threads_finish() -> None:
+    """To be called at exit. The threads of gloo drop what they hold of the last collectives, Python
+    objects among it, after these have returned; one that does so while the interpreter shuts down
+    aborts the process (exit code -6).
+    """
+    time.sleep(0.2)  # gives them the interpreter; there is nothing to wait for
