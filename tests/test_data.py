@@ -1,9 +1,11 @@
 """The loaders as a run uses them, against the plan read directly."""
 
+import dataclasses
 import random
 
 from evenstep.data import PlannedDataset, eval_loader, train_loader
-from evenstep.plan import Plan
+from evenstep.plan import Plan, seed_of
+from evenstep.seeding import seed_everything
 from evenstep.task import Task
 
 import numpy as np
@@ -86,6 +88,21 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(case):
     values = [value for batch in straight for value in batch]
     noise = [round(value % 1, 9) for value in values]
     assert len(set(noise)) == len(values)  # differs by sample, and for one sample by epoch
+
+
+def test_mixing_depends_on_seed_step_and_micro_batch_alone():
+    def mixed(batch):
+        return batch + torch.rand(()) + random.random() + np.random.random()
+
+    case = dataclasses.replace(task(Numbers(2)), mix=mixed)
+    straight = batches(case)
+    assert batches(case, num_workers=2) == straight
+    assert batches(case, first_step=4) == straight[6:]
+    noise = [round(values[0] % 1, 5) for values in straight]
+    assert len(set(noise)) == len(straight)  # also where the samples are the same
+    unmixed = torch.tensor(batches(task(Numbers(2)))[-1])
+    seed_everything(seed_of("mix", 0, 6, 1))
+    assert straight[-1] == mixed(unmixed).tolist()
 
 
 def test_a_batch_read_is_used_where_there_is_one():

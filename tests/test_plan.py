@@ -110,3 +110,28 @@ def test_huge_numbers_are_refused_at_once():
 def test_no_samples_is_an_error():
     with pytest.raises(ValueError, match="no samples"):
         plan(n=0)
+
+
+def test_the_task_can_order_the_samples_of_an_epoch_itself():
+    def rotated(seed, micro_batch_size, epoch):
+        return (torch.arange(5) + seed + micro_batch_size + epoch) % 5
+
+    plan = Plan(5, 4, 2, seed=1, order=rotated)
+    found = [sample for p in plan.micro_batches(1, 3) for sample in plan.samples(p)]
+    assert found == [
+        *((0, (i + 3) % 5) for i in range(5)),
+        *((1, (i + 4) % 5) for i in range(5)),
+        *((2, i % 5) for i in range(2)),
+    ]
+
+
+@pytest.mark.parametrize("wrong", [[0, 1], [0, 1, 3]])
+def test_an_order_of_another_length_or_of_unknown_samples_is_an_error(wrong):
+    plan = Plan(3, 3, 3, seed=0, order=lambda *_: torch.tensor(wrong))
+    with pytest.raises(ValueError, match="has to give 3 indices from 0 to 2"):
+        plan.samples(range(3))
+
+
+def test_positions_know_their_step_and_micro_batch():
+    plan = Plan(5, 6, 2, seed=0)
+    assert [plan.step_of(p) for p in (0, 2, 5, 6, 11)] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 2)]

@@ -28,7 +28,8 @@ def make_plan(config: RunConfig, task: Task, hardware: Hardware) -> Plan:
     """Raises ValueError if the processes cannot share the micro-batches of a step evenly."""
     size = config.micro_batch_size
     assert size != "auto"
-    plan = Plan(len(task.train_dataset), config.global_batch_size, size, config.seed)
+    n, global_size = len(task.train_dataset), config.global_batch_size
+    plan = Plan(n, global_size, size, config.seed, task.order)
     plan.accumulation(hardware.num_processes)
     return plan
 
@@ -90,6 +91,8 @@ def eval_loader(
 
 def _collate_counted(task: Task, cast: Cast, samples: Sequence[Any]) -> tuple[float, Batch]:
     batch = task.collate(samples)
+    if task.mix:
+        batch = task.mix(batch)
     return float(task.count(batch)), cast(batch)  # a tensor too, which would move to the device
 
 
@@ -137,7 +140,12 @@ class PlannedDataset:
         self.dataset, self.plan, self.augment = dataset, plan, augment
 
     def __getitems__(self, positions: range) -> list[Any]:
-        keys = self.plan.samples(positions)
+        samples = self._read(self.plan.samples(positions))
+        # For what comes next in this worker, which is to collate and mix them.
+        seed_everything(seed_of("mix", self.plan.seed, *self.plan.step_of(positions[0])))
+        return samples
+
+    def _read(self, keys: list[tuple[int, int]]) -> list[Any]:
         if self.augment is None and hasattr(self.dataset, "__getitems__"):
             # One read for the whole micro-batch, seeded as one should the dataset draw by itself.
             seed_everything(seed_of("augment", self.plan.seed, *keys[0]))

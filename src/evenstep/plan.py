@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -67,12 +67,23 @@ def _hash(half: Tensor, key: int, bits: int) -> Tensor:
     return (mixed >> 27) & ((1 << bits) - 1)
 
 
+Order = Callable[[int, int, int], Tensor]  # see Task.order
+
+
 @lru_cache(maxsize=4)
-def _ordered_block(seed: int, n: int, epoch: int, block: int) -> list[int]:
+def _permuted_block(seed: int, n: int, epoch: int, block: int) -> list[int]:
     start = block * BLOCK
     indices = torch.arange(start, min(start + BLOCK, n))
     ordered: list[int] = permute(indices, n, seed_of("order", seed, epoch)).tolist()
     return ordered
+
+
+@lru_cache(maxsize=2)  # a micro-batch may straddle two epochs
+def _ordered_epoch(order: Order, seed: int, micro_batch_size: int, n: int, epoch: int) -> list[int]:
+    indices: list[int] = order(seed, micro_batch_size, epoch).tolist()
+    if len(indices) != n or not all(0 <= index < n for index in indices):
+        raise ValueError(f"Task.order has to give {n} indices from 0 to {n - 1} for epoch {epoch}")
+    return indices
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,8 @@ class Plan:
     global_batch_size: int
     micro_batch_size: int
     seed: int
+    order: Order | None = None
+    """The task's own order of the samples of an epoch; None is a permutation."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -138,11 +151,23 @@ class Plan:
         found: list[tuple[int, int]] = []
         while len(found) < len(positions):
             epoch, offset = divmod(positions[len(found)], self.num_samples)
-            block, within = divmod(offset, BLOCK)
-            indices = _ordered_block(self.seed, self.num_samples, epoch, block)
             wanted = len(positions) - len(found)
-            found += [(epoch, index) for index in indices[within : within + wanted]]
+            found += [(epoch, index) for index in self._epoch_part(epoch, offset, wanted)]
         return found
+
+    def _epoch_part(self, epoch: int, offset: int, wanted: int) -> list[int]:
+        """The samples of an epoch from `offset` on: at least one, at most `wanted`."""
+        if self.order:
+            size, n = self.micro_batch_size, self.num_samples
+            return _ordered_epoch(self.order, self.seed, size, n, epoch)[offset : offset + wanted]
+        block, within = divmod(offset, BLOCK)
+        indices = _permuted_block(self.seed, self.num_samples, epoch, block)
+        return indices[within : within + wanted]
+
+    def step_of(self, position: int) -> tuple[int, int]:
+        """The step (from 1) and the number of the micro-batch that cover a position."""
+        step, within = divmod(position, self.global_batch_size)
+        return step + 1, within // self.micro_batch_size
 
 
 def check_batch_sizes(global_batch_size: int, micro_batch_size: int) -> None:

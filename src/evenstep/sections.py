@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Annotated, Any, TypeVar, get_args
 
-from evenstep.task import Named, find_module
+from evenstep.task import Named
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
@@ -53,7 +53,7 @@ def _specialised(field: FieldInfo, given: Any) -> Any:
     name = given.get("name") if isinstance(given, Mapping) else None
     for mark in field.metadata:
         if isinstance(mark, Named):
-            return specialise(_module_config(mark.kind, str(name)), given)
+            return specialise(_module_config(mark, str(name)), given)
     if not (choices := sections(field)):
         return field.annotation
     section = specialise(_choice(choices, name), given)
@@ -67,9 +67,9 @@ def _choice(choices: list[type[BaseModel]], name: Any) -> type[BaseModel]:
     return by_name.get(str(name)) or _unknown(f"{name!r} is none of {', '.join(by_name)}")
 
 
-def _module_config(kind: str, name: str) -> type[BaseModel]:
+def _module_config(mark: Named, name: str) -> type[BaseModel]:
     try:
-        config: type[BaseModel] = find_module(kind, name).Config
+        config: type[BaseModel] = mark.module(name).Config
     except (ValueError, ImportError) as error:
         return _unknown(str(error))
     return config

@@ -66,6 +66,16 @@ class Task:
     """Random transformation of one training sample. It may draw from torch, `random` and numpy:
     all three are seeded from (seed, epoch, sample index) right before the call."""
 
+    mix: Callable[[Batch], Batch] | None = None
+    """Random transformation of one training micro-batch, as `collate` returned it. It and `collate`
+    may draw as well: seeded from (seed, step, number of the micro-batch)."""
+
+    order: Callable[[int, int, int], Tensor] | None = None
+    """(seed, micro_batch_size, epoch) to the samples of that epoch in order: (n,) int64 indices,
+    which may leave samples out and repeat others. None is a permutation. A micro-batch begins at
+    every position that is a multiple of its size, whatever the epoch: that of the first sample of
+    an epoch is epoch * n."""
+
     export: Callable[[nn.Module, Path], None] | None = None
     """Writes what `final/` holds beside `model.safetensors`. None writes nothing more."""
 
@@ -78,10 +88,16 @@ class Named:
     """Marks a config field as a section whose `name` picks the module that types it.
 
     `model: Annotated[Any, Named("models")]` with `{name: resnet18}` is typed by the `Config` of
-    `evenstep/models/resnet18.py`.
+    `evenstep/models/resnet18.py`; a name that no module has (a hub id, a path) by that of
+    `fallback`, where there is one.
     """
 
     kind: str
+    fallback: str | None = None
+
+    def module(self, name: str) -> ModuleType:
+        """Raises ValueError with the nearest names, and ImportError."""
+        return find_module(self.kind, name, self.fallback)
 
 
 def module_names(kind: str) -> list[str]:
@@ -91,23 +107,30 @@ def module_names(kind: str) -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
-def find_module(kind: str, name: str) -> ModuleType:
-    """The module behind `name`: a file of `evenstep/<kind>/`, what the folder's `fallback` makes
-    of the name, or a dotted path. Raises ValueError with the nearest names, and ImportError."""
+def find_module(kind: str, name: str, fallback: str | None = None) -> ModuleType:
+    """The module behind `name`: a file of `evenstep/<kind>/`, a dotted path, or `fallback`, a file
+    of that folder; None stands for what the folder's own `fallback` makes of the name.
+    Raises ValueError with the nearest names, and ImportError."""
     names = module_names(kind)
     if name in names:
         return importlib.import_module(f"evenstep.{kind}.{name}")
-    fallback = getattr(importlib.import_module(f"evenstep.{kind}"), "fallback", lambda name: None)
-    if stem := fallback(name):
-        return importlib.import_module(f"evenstep.{kind}.{stem}")
-    if name.partition(".")[0].isidentifier() and importlib.util.find_spec(name.partition(".")[0]):
+    folder = importlib.import_module(f"evenstep.{kind}")
+    stem = None if fallback else getattr(folder, "fallback", lambda name: None)(name)
+    if stem is None and _importable(name):
         return _with_names(importlib.import_module(name))
+    if stem := stem or fallback:
+        return importlib.import_module(f"evenstep.{kind}.{stem}")
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     raise ValueError(
         f"{name!r} is not in evenstep/{kind}/ ({', '.join(names)}); {hint}"
         "a module that Python can import works too, by its dotted path"
     )
+
+
+def _importable(name: str) -> bool:
+    package = name.partition(".")[0]
+    return package.isidentifier() and importlib.util.find_spec(package) is not None
 
 
 def _with_names(module: ModuleType) -> ModuleType:

@@ -1,0 +1,87 @@
+"""What the models of transformers share: built afresh from a type's configuration, or with the
+weights of a hub id or a local folder."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from evenstep.sections import Section
+
+from pydantic import Field
+from torch import nn
+
+
+class TransformersConfig(Section):
+    name: str
+    """A hub id, a local folder, or a model type of transformers."""
+
+    config: dict[str, Any] = Field(default={})
+    """Overrides of the model's configuration, for example {hidden_size: 64}."""
+
+    revision: str | None = None
+    """Commit, tag or branch of a hub model; a commit makes the run repeatable."""
+
+    trust_remote_code: bool = False
+    """Run code that the model's repository brings along. Read it before you do."""
+
+
+def fresh(
+    section: TransformersConfig, auto: Any, *, usual: Mapping[str, Any] = {}, **needed: Any
+) -> nn.Module:
+    """A model of the type `section.name` with fresh weights, and without a download. `auto` is a
+    class such as AutoModelForCausalLM; `needed` are configuration values that the data decides,
+    `usual` those that the section may override, of which the ones the type knows are set.
+    Raises ValueError for unknown configuration keys."""
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(section.name)
+    known = {*default.to_dict(), *default.attribute_map}
+    _refuse(section, [key for key in section.config if key not in known], known)
+    fitting = {key: value for key, value in usual.items() if hasattr(default, key)}
+    model_config = AutoConfig.for_model(section.name, **{**fitting, **section.config, **needed})
+    model: nn.Module = auto.from_config(model_config)
+    return model
+
+
+def read_config(section: TransformersConfig) -> Any:
+    """The configuration of a hub id or local folder, with the overrides. Raises ValueError if it
+    cannot be read, and for unknown keys."""
+    from transformers import AutoConfig
+
+    try:
+        model_config, unknown = AutoConfig.from_pretrained(
+            section.name, return_unused_kwargs=True, **_source(section), **section.config
+        )
+    except OSError as error:
+        raise ValueError(f"the model {section.name!r} cannot be read: {error}") from error
+    _refuse(section, list(unknown), model_config.to_dict())
+    return model_config
+
+
+def pretrained(section: TransformersConfig, auto: Any, model_config: Any) -> nn.Module:
+    """The weights of a hub id or local folder in float32; those that do not fit start afresh."""
+    import torch
+
+    model: nn.Module = auto.from_pretrained(
+        section.name,
+        config=model_config,
+        ignore_mismatched_sizes=True,  # a new head
+        dtype=torch.float32,  # by default the one in which the weights were saved, often bf16
+        **_source(section),
+    )
+    return model
+
+
+def _source(section: TransformersConfig) -> Mapping[str, Any]:
+    return {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+
+
+def _refuse(section: TransformersConfig, unknown: Sequence[str], known: Iterable[str]) -> None:
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0], known, n=3)
+        raise ValueError(
+            f"{section.name} has no configuration key {', '.join(map(repr, unknown))}; "
+            f"nearest: {', '.join(nearest) or 'none'}"
+        )
