@@ -19,21 +19,13 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from evenstep import (
-    checkpoint,
-    data,
-    evaluation,
-    learner,
-    memory,
-    nonfinite,
-    run_directory,
-    run_state,
-)
+from evenstep import checkpoint, data, evaluation, learner, memory, run_directory, run_state
 from evenstep.config import RunConfig
 from evenstep.config_file import load
 from evenstep.hardware import Hardware, start
 from evenstep.learner import Learner, new_model
 from evenstep.model_checks import FirstStep
+from evenstep.nonfinite import stop_or_skip
 from evenstep.outputs import Outputs, open_outputs
 from evenstep.plan import seed_of
 from evenstep.precision import autocast
@@ -97,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
             if not result.finite:
                 state.skipped_steps += 1
                 again = partial(forward, run, step, batches=batches)
-                nonfinite.stop_or_skip(config, step, result.losses, again, run.learner, hardware)
+                stop_or_skip(config, step, result.losses, again, run.learner, hardware)
             row: dict[str, Any] = {}
             if due(step, steps.log_every, steps.last):
                 row |= training_row(run, state, result, pace)
@@ -220,7 +212,10 @@ def evaluate(run: Run, state: RunState, batches: Any, out: Outputs) -> dict[str,
             with autocast(run.config.precision, run.hardware.device):
                 rows.add(indices, run.task.score(model, batch))
             out.alive(state.step)
-    metrics = evaluation.summarize(rows, run.task, run.hardware, out.directory)
+        seed_everything(seed_of("sample", run.config.seed, state.step), run.hardware.device)
+        with autocast(run.config.precision, run.hardware.device):
+            sample = {"eval/sample": run.task.sample(model)} if run.task.sample else {}
+    metrics = evaluation.summarize(rows, run.task, run.hardware, out.directory) | sample
     state.evaluated(metrics, f"eval/{run.task.best_metric}", run.task.higher_is_better)
     return metrics
 

@@ -32,7 +32,8 @@ def live(steps, end):
     )
     with run, tracker:
         for step in steps:
-            tracker.log(step, {"train/loss": 1 / step, "train/nan": float("nan"), "matrix": [1]})
+            numbers = {"train/loss": 1 / step, "train/nan": float("nan")}
+            tracker.log(step, {**numbers, "matrix": [1], "eval/sample": f"text {end.__name__}"})
         print("planted-env on the console")
         end(run, tracker)
 
@@ -104,9 +105,18 @@ def test_wandb_and_metrics_jsonl_hold_every_step_once_and_in_order(run_dir, live
     assert steps == [[10, 20, 30], [40], [50]]
 
 
-def test_rows_hold_full_floats_null_for_nan_and_no_lists(run_dir):
+def test_rows_hold_full_floats_null_for_nan_texts_and_no_lists(run_dir):
     line = (run_dir / "metrics.jsonl").read_text().splitlines()[2]
-    assert line == '{"step": 30, "train/loss": 0.03333333333333333, "train/nan": null}'
+    assert line == (
+        '{"step": 30, "train/loss": 0.03333333333333333, "train/nan": null, '
+        '"eval/sample": "text fail"}'
+    )
+
+
+def test_wandb_gets_texts_too(lives):
+    (history,) = only(lives[2], "history")
+    found = {item.key or item.nested_key[-1]: item.value_json for item in history.item}
+    assert json.loads(found["eval/sample"]) == "text finish"
 
 
 def test_wandb_sees_one_run_with_the_resolved_config(run_dir, lives):
@@ -273,11 +283,13 @@ def test_elsewhere_there_is_one_plain_line_a_log_step(capsys, monkeypatch):
     with progress.create(225, done=5) as console:
         console.advance(10)
         console.log(10, VALUES)
-        console.log(225, {**VALUES, "eval/accuracy": 0.98764, "eval/matrix": [1]})
+        evaluation = {"eval/accuracy": 0.98764, "eval/matrix": [1], "eval/sample": "Once"}
+        console.log(225, {**VALUES, **evaluation})
     assert capsys.readouterr().out.splitlines() == [
         "step 10/225  loss 1.234  lr 0.001  1234 samples/s  ETA 0:00:00",
         "step 225/225  loss 1.234  lr 0.001  1234 samples/s  ETA 0:00:00",
         "step 225/225  eval  accuracy 0.9876",
+        "step 225/225  eval/sample  Once",
     ]
 
 

@@ -27,7 +27,7 @@ class Progress:
         """Step `step` is done. Cheap: call it every step."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Show the scalars of a log step; `eval/...` ones stay readable as a line of their own."""
+        """Show the scalars of a log step, `eval/...` ones on a line of their own, and texts."""
 
     def say(self, message: str) -> None:
         """Print a line, with secrets masked, without breaking the live line."""
@@ -68,6 +68,9 @@ class PlainLines(Progress):
             self._show_train(head, _format(train), step)
         if evaluation := _scalars(values, "eval/"):
             self.say(f"{head}  eval  {_format(evaluation)}")
+        for name, text in values.items():
+            if isinstance(text, str):
+                self.say(f"{head}  {name}  {text}")
 
     def say(self, message: str) -> None:
         print(mask(message), flush=True)

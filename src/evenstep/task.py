@@ -76,6 +76,10 @@ class Task:
     every position that is a multiple of its size, whatever the epoch: that of the first sample of
     an epoch is epoch * n."""
 
+    sample: Callable[[nn.Module], str] | None = None
+    """Text to show with each evaluation, for example one that the model writes. It may draw.
+    Called on all processes alike: of a sharded model each has to run as many forwards."""
+
     export: Callable[[nn.Module, Path], None] | None = None
     """Writes what `final/` holds beside `model.safetensors`. None writes nothing more."""
 

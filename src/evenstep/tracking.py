@@ -89,11 +89,10 @@ class Tracking:
         return self
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log the scalars of `values`: once a step, with everything there is to log for it.
+        """Log the scalars and texts of `values`: once a step, with everything there is for it.
 
         A step up to the last one that was logged before a resume is compared with its row, and
-        not logged again: no tracker ever sees a step twice or steps going backwards. What is no
-        number is left out.
+        not logged again: no tracker ever sees a step twice or steps going backwards.
         """
         assert step > self._newest_step, "log() takes all values of a step in one call, in order"
         self._newest_step = step
@@ -103,10 +102,11 @@ class Tracking:
         if step <= self._replay.last_step:
             self._replay.check({"step": step, **numbers})
             return
+        texts = {key: value for key, value in values.items() if isinstance(value, str)}
         # The row first: after a crash no tracker holds a step that metrics.jsonl lacks.
-        self._rows.append({"step": step, **numbers})
+        self._rows.append({"step": step, **numbers, **texts})
         with self._unharmed():
-            self._accelerator.log(numbers, step=step)
+            self._accelerator.log({**numbers, **texts}, step=step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Hand what `RunDirectory.write_summary` returned to W&B; its status sets the exit code."""
