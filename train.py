@@ -20,10 +20,12 @@ from itertools import islice
 from typing import Any
 
 from evenstep import checkpoint, data, evaluation, learner, memory, run_directory, run_state
-from evenstep.config import RunConfig
+from evenstep.config import RunConfig, Steps
 from evenstep.config_file import load
+from evenstep.early_stopping import watched
 from evenstep.hardware import Hardware, start
 from evenstep.learner import Learner, new_model
+from evenstep.lora import exporting
 from evenstep.model_checks import FirstStep
 from evenstep.nonfinite import stop_or_skip
 from evenstep.outputs import Outputs, open_outputs
@@ -34,6 +36,7 @@ from evenstep.program import run_program
 from evenstep.progress import Pace
 from evenstep.run_directory import RunDirectory
 from evenstep.run_state import RunState
+from evenstep.sample_check import check_samples
 from evenstep.schedule import due, lr_factor
 from evenstep.seeding import seed_everything
 from evenstep.stop import STOPPED, StopRequest
@@ -51,12 +54,13 @@ def main(argv: Sequence[str]) -> int:
     hardware = start(config)
     stop = StopRequest()
     task = find_module("tasks", config.task.name).build(config.task)
-    steps = config.in_steps(len(task.train_dataset) / config.global_batch_size)
+    steps = config.in_steps(data.steps_per_epoch(config, task))
     # What cannot be run is refused before anything is written.
     if config.micro_batch_size == "auto":
         memory.check_auto(config, hardware)
     else:
         data.make_plan(config, task, hardware)
+    check_samples(task, config, hardware)
 
     with ExitStack() as lifetimes:
         directory, config = run_state.open_directory(config, config_file.stem)
@@ -65,19 +69,19 @@ def main(argv: Sequence[str]) -> int:
             hardware.say(f"{directory.path} is finished; give another name to train anew")
             return 0
         stop.watch(directory.path, is_main=hardware.is_main, time_limit=config.time_limit)
-        run = make_run(config, hardware, task, directory)
+        run = make_run(config, hardware, task, directory, steps)
         config, plan = run.config, data.make_plan(run.config, task, hardware)
         hardware.say(plan.describe(hardware.num_processes, steps.last))
         state = run_state.restore(run.learner, config, directory)
         out = open_outputs(lifetimes, config, hardware, task, directory, state, steps.last)
         lifetimes.enter_context(memory.explained(plan, hardware.num_processes))
         train_batches, eval_batches = data.loaders(
-            task, plan, hardware, config, first_step=state.step + 1, last_step=steps.last
+            task, plan, hardware, config, range(state.step + 1, steps.last + 1), state.streams
         )
         accumulation = plan.accumulation(hardware.num_processes)
         pace, first_step = Pace(state.step, state.seconds), FirstStep(run.learner.bare)
 
-        for step in range(state.step + 1, steps.last + 1):
+        for step in state.remaining(steps.last):
             with state.training(step):
                 batches = list(islice(train_batches, accumulation))
                 # One message a step: what to divide the loss by, and whether anyone is to stop.
@@ -95,13 +99,14 @@ def main(argv: Sequence[str]) -> int:
                 row |= training_row(run, state, result, pace)
             if eval_batches and due(step, steps.eval_every, steps.last):
                 row |= evaluate(run, state, eval_batches, out)
+                stopping = stopping or bool(state.stopped_early)
             if row:
                 out.log(step, row)
             if due(step, steps.save_every, steps.last) or state.is_best or stopping:
-                run_state.save(state, run.learner, config, out.saver)
+                run_state.save(state, run.learner, config, out.saver, hardware)
             if stopping:
                 break
-        return finish(run, state, directory, out, done=state.step == steps.last)
+        return finish(run, state, directory, out, done=not state.remaining(steps.last))
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,13 @@ class Run:
     learner: Learner
 
 
-def make_run(config: RunConfig, hardware: Hardware, task: Task, directory: RunDirectory) -> Run:
+def make_run(
+    config: RunConfig, hardware: Hardware, task: Task, directory: RunDirectory, steps: Steps
+) -> Run:
     """Build the model, and find the micro-batch size if the run config leaves it open."""
-    run = Run(config, hardware, task, learner.build(config, task, hardware))
+    watched(config.early_stopping, task)  # raises ValueError for what it could not decide by
+    built = learner.build(config, task, hardware, swa_start=steps.swa_start)
+    run = Run(config, hardware, task, built)
     if config.micro_batch_size != "auto":
         return run
     trial = partial(accumulate, run, 1, targets=1, join=False)
@@ -142,19 +151,14 @@ def train_step(
     run: Run, step: int, batches: MicroBatches, *, targets: float, lr: float
 ) -> StepResult:
     """One optimizer step; `batches` are this process's share, `targets` those of all processes."""
-    learner, strategy = run.learner, run.learner.strategy
     losses = accumulate(run, step, batches, targets=targets)
-    grad_norm = strategy.clip(run.config.optimizer.max_grad_norm or math.inf)
+    grad_norm = run.learner.strategy.clip(run.config.optimizer.max_grad_norm or math.inf)
     # Gradients are summed over the processes: one that is not finite is so on all of them.
     finite = math.isfinite(grad_norm)
     if finite:
-        strategy.step(lr)
-        learner.batchnorm.commit(strategy.sum)
-        if learner.average:
-            learner.average.update()
+        run.learner.step(lr)
     else:
-        strategy.discard()
-        learner.batchnorm.discard()
+        run.learner.discard()
     return StepResult(losses, targets, grad_norm, lr, finite)
 
 
@@ -172,7 +176,7 @@ def accumulate(
         with strategy.micro_batch(is_last=join and turn == order[-1]):
             loss = forward(run, step, turn, batches)
             # `* 0` is 0, but NaN for a loss that is not finite: its gradient tells all processes.
-            strategy.backward(loss, loss.detach() * 0 + 1 / max(targets, 1))
+            strategy.backward(loss, loss.detach() * 0 + 1 / (targets or 1))
         learner.batchnorm.collect(turn)
         losses[turn] = loss.detach()
     return losses
@@ -189,12 +193,12 @@ def forward(run: Run, step: int, turn: int, batches: MicroBatches) -> Tensor:
 
 def training_row(run: Run, state: RunState, result: StepResult, pace: Pace) -> dict[str, Any]:
     """What is logged of a step: the loss that it minimised, over all processes."""
-    (total,) = run.hardware.sums(torch.stack(result.losses).tolist())
+    total, passes = run.hardware.sums(torch.stack(result.losses).tolist(), state.passes)
     return {
-        "train/loss": total / max(result.targets, 1),
+        "train/loss": total / (result.targets or 1),
         "train/grad_norm": result.grad_norm,
         "train/lr": result.lr,
-        "train/epoch": state.step * run.config.global_batch_size / len(run.task.train_dataset),
+        "train/epoch": data.epochs(run.config, run.task, state.step, passes),
         "train/targets": result.targets,
         "train/skipped_steps": state.skipped_steps,
         "train/samples_per_second": run.config.global_batch_size
@@ -216,7 +220,7 @@ def evaluate(run: Run, state: RunState, batches: Any, out: Outputs) -> dict[str,
         with autocast(run.config.precision, run.hardware.device):
             sample = {"eval/sample": run.task.sample(model)} if run.task.sample else {}
     metrics = evaluation.summarize(rows, run.task, run.hardware, out.directory) | sample
-    state.evaluated(metrics, f"eval/{run.task.best_metric}", run.task.higher_is_better)
+    state.evaluated(metrics, run.task, run.config.early_stopping)
     return metrics
 
 
@@ -225,14 +229,16 @@ def finish(run: Run, state: RunState, directory: RunDirectory, out: Outputs, *, 
     out.saver.wait()  # before the summary tells that all is well
     own = run.learner.strategy.full_weights()
     if done:
-        weights = run.learner.evaluated_weights() if run.learner.average else own
+        weights = run.learner.evaluated_weights() if run.learner.averaged else own
         model = partial(new_model, run.config, run.task, weights)
-        checkpoint.export(directory.path, model, task_export=run.task.export)
+        checkpoint.export(directory.path, model, task_export=exporting(run.task.export))
     sha256 = on_main(lambda: checkpoint.weights_sha256(own))
     status: run_directory.Status = "finished" if done else "stopped"
     summary = directory.write_summary(status, state, weights_sha256=sha256)
     out.tracking.finish(summary)
     if done:
+        if state.stopped_early:
+            run.hardware.say(f"stopped early at step {state.step}: {state.stopped_early}")
         return 0
     run.hardware.say(f"stopped at step {state.step}: the same command goes on from there")
     return STOPPED

@@ -23,7 +23,7 @@ with tempfile.TemporaryDirectory() as folder:
         task = exact_task.build(exact_task.Config(num_eval=n))
         plan = Plan(50, 16, 4, seed=0)
         run = train.Run(config, machine, task, learner.build(config, task, machine))
-        _, batches = data.loaders(task, plan, machine, config, first_step=1, last_step=1)
+        _, batches = data.loaders(task, plan, machine, config, range(1, 2), {})
         out = SimpleNamespace(directory=Path(folder), alive=lambda step: None)
         metrics = train.evaluate(run, RunState(), batches, out)
         if machine.is_main:

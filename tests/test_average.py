@@ -44,6 +44,25 @@ def test_each_average_is_the_weighted_sum_of_all_weights_there_were(dtype, decay
         torch.testing.assert_close(tensor, sum(terms).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("start", [0, 2, 4])
+def test_without_a_decay_it_is_the_mean_of_the_weights_after_each_step_from_the_start_on(
+    dtype, start
+):
+    net = network(dtype)
+    average = averaged(net, None, start=start)
+    history = []
+    for step in range(1, 6):
+        move(net)
+        average.update()
+        history.append(copy.deepcopy(dict(net.named_parameters())))
+        if step <= start:
+            assert all(average.tensors[name].equal(p) for name, p in net.named_parameters())
+    for name, tensor in average.tensors.items():
+        mean = torch.stack([weights[name].double() for weights in history[start:]]).mean(0)
+        torch.testing.assert_close(tensor, mean.to(dtype))
+
+
 def test_only_parameters_are_averaged():
     assert list(averaged(network(), 0.9).tensors) == [
         f"{layer}.{kind}" for layer in range(3) for kind in ("weight", "bias")

@@ -202,6 +202,12 @@ def test_all_problems_are_reported_at_once():
         ("schedule.warmup=null", "not a duration"),
         ("schedule=5", "a section has keys, not a value"),
         ("ema_decay=1", "less than 1"),
+        ("optimizer.layer_decay=0", "greater than 0"),
+        ("optimizer={name: schedule_free, betas: [0, 0.9]}", "greater than 0"),
+        ("early_stopping={metrik: loss}", "did you mean early_stopping.metric?"),
+        ("early_stopping.patience=0", "greater than or equal to 1"),
+        ("swa_start=110%", "at most 100%"),
+        ("freeze=stem", "valid tuple"),
         ("keep_checkpoints=0", "greater than or equal to 1"),
         ("seed=-1", "greater than or equal to 0"),
         ("micro_batch_size=0", "greater than or equal to 1"),
@@ -225,6 +231,34 @@ def test_a_bad_value_is_one_problem_that_states_the_rule(override, rule):
     (line,) = problems(override)
     assert line.startswith("command line: ")
     assert rule in line
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("ema_decay=0.9", "swa_start=75%"),
+        ("ema_decay=0.9", "optimizer={name: schedule_free}"),
+        ("swa_start=75%", "optimizer={name: schedule_free}"),
+    ],
+)
+def test_one_average_of_the_weights_at_most(first, second):
+    (line,) = problems(first, second, "schedule.name=constant")
+    assert "averages the weights already: drop one of the two" in line
+
+
+@pytest.mark.parametrize("schedule", [(), ("schedule.name=linear",)])
+def test_a_schedule_free_optimizer_has_no_decaying_schedule(schedule):
+    (line,) = problems("optimizer.name=schedule_free", *schedule)
+    assert "set schedule.name=constant" in line
+    loaded("optimizer.name=schedule_free", "schedule={name: constant, warmup: 5%}")
+
+
+def test_an_average_has_steps_to_average():
+    config = loaded("epochs=null", "steps=100", "swa_start=75%")
+    assert config.in_steps(10).swa_start == 75
+    assert loaded("epochs=null", "steps=100").in_steps(10).swa_start is None
+    with pytest.raises(ValueError, match="leaves none of 100 steps"):
+        loaded("epochs=null", "steps=100", "swa_start=100").in_steps(10)
 
 
 def test_what_is_missing_is_said():
@@ -270,7 +304,7 @@ def test_an_error_shows_no_secret():
     assert secret[3:] not in text
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "schedule_free"])
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_help_shows_every_key_with_its_sentence_and_default(optimizer, schedule):
     Path("run.yaml").write_text(dedent(BASE))
@@ -281,7 +315,8 @@ def test_help_shows_every_key_with_its_sentence_and_default(optimizer, schedule)
     config_class = specialise(RunConfig, {**yaml.safe_load(dedent(BASE)), **chosen})
     described = dict(keys(config_class))
     assert ("task", "model", "depth") in described
-    assert (("optimizer", "momentum") in described) == (optimizer == "sgd")
+    assert (("optimizer", "nesterov") in described) == (optimizer == "sgd")
+    assert ("early_stopping", "patience") in described
     flat = " ".join(text.split())
     for key, field in described.items():
         assert field.description, f"{key} has no sentence"

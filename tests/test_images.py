@@ -166,6 +166,24 @@ def test_images_in_memory_read_many_at_once_as_one_by_one():
         assert torch.equal(image, images[index][0])
 
 
+@pytest.mark.parametrize(("limit", "reads"), [(4 * 3 * 8 * 8, 4), (4 * 3 * 8 * 8 - 1, 8)])
+def test_images_that_fit_into_the_memory_allowed_are_read_once(monkeypatch, limit, reads):
+    monkeypatch.setattr("evenstep.images.KEPT_BYTES", limit)
+    read = []
+
+    class Source(list):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    source = Source((picture((9, index, 0), size=(8, 8)), index) for index in range(4))
+    images = ImageDataset(source, channels=3, size=8, resizes=False, on_error="stop")
+    first, second = ([images[index] for index in range(4)] for _ in range(2))
+    assert len(read) == reads
+    assert [label for _, label in second] == [0, 1, 2, 3]
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, second, strict=True))
+
+
 # Files that are no images
 
 

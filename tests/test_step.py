@@ -33,6 +33,8 @@ def configured(**changes):
         "reproducibility": "rounding",
         "compile": False,
         "ema_decay": None,
+        "gradient_checkpointing": False,
+        "freeze": (),
         "on_nonfinite": "stop",
         "optimizer": SGD(name="sgd", lr=0.1),
     }

@@ -1,4 +1,4 @@
-"""Averaged weights (EMA): an average of each parameter, which moves once a step."""
+"""Averaged weights (EMA, SWA): an average of each parameter, which moves once a step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 
 class Average:
-    """average = decay * average + (1 - decay) * parameter, starting from the initial weights.
+    """With `decay`, average = decay * average + (1 - decay) * parameter after each step, starting
+    from the initial weights (EMA). Without, the mean of the parameters after each step but the
+    first `start` (SWA, Izmailov et al., 2018); up to there, the parameters themselves.
 
     Each process averages what it holds of a parameter: all of it, or its share (a DTensor, or a
     plain tensor). Buffers have no average: evaluation takes the model's own.
@@ -21,23 +23,32 @@ class Average:
     tensors: dict[str, Tensor]
     """The averages by the parameters' names; DTensors where the parameters are."""
 
+    count: int
+    """Updates so far; a checkpoint has to keep it. A step that is left out is none."""
+
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        decay: float,
+        decay: float | None,
         *,
+        start: int = 0,
         swapped: Callable[[], None] = lambda: None,
     ) -> None:
         """`swapped` is called whenever the parameters have changed places with the averages: for
         a strategy that may still hold weights gathered from them."""
         self._parameters = list(parameters.values())
         self.tensors = {name: p.detach().clone() for name, p in parameters.items()}
-        self._move = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._move: Callable[[list[Tensor], list[Tensor], int], None] = (
+            get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        )
+        self._start, self.count = start, 0
         self._swapped = swapped
 
     def update(self) -> None:
         """After each step."""
-        self._move(_local(self.tensors.values()), _local(self._parameters), None)
+        num_averaged = max(0, self.count - self._start)
+        self._move(_local(self.tensors.values()), _local(self._parameters), num_averaged)
+        self.count += 1
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

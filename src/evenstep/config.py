@@ -1,7 +1,7 @@
 """The run config: everything that decides the result of a run, typed, with a sentence a key.
 
-Keys, types, defaults and rules stand here and nowhere else. `config_file` reads them from YAML
-and the command line, `config_help` prints them.
+Keys, types, defaults and rules stand here and in `config_sections`, and nowhere else.
+`config_file` reads them from YAML and the command line, `config_help` prints them.
 """
 
 from __future__ import annotations
@@ -12,137 +12,31 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from evenstep.config_sections import (
+    SGD,
+    AdamW,
+    Constant,
+    Cosine,
+    DurationField,
+    EarlyStopping,
+    Linear,
+    Muon,
+    ScheduleFree,
+    WarmupStableDecay,
+)
 from evenstep.plan import check_batch_sizes
-from evenstep.schedule import Duration, ScheduleName
+from evenstep.schedule import Duration
 from evenstep.sections import Housekeeping, Section
 from evenstep.task import Named
 
-from pydantic import (
-    Discriminator,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    Tag,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
-
-def _parsed(value: Any) -> Duration:
-    return value if isinstance(value, Duration) else Duration.parse(value)
-
-
-def _written(duration: Duration) -> int | str:
-    return int(duration.value) if duration.unit == "steps" else str(duration)
-
-
-DurationField = Annotated[Duration, PlainValidator(_parsed), PlainSerializer(_written)]
 Time = Annotated[timedelta, Field(gt=timedelta(0))]
 # Told apart before validation: a plain union would report a problem for each of its types.
 CountOrAuto = Annotated[
     Annotated[Literal["auto"], Tag("auto")] | Annotated[int, Field(ge=1), Tag("count")],
     Discriminator(lambda given: "auto" if given == "auto" else "count"),
 ]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Optimizer(Section):
-    """What the optimizers share."""
-
-    name: str
-
-    lr: float = Field(default=1e-3, gt=0, title="learning rate")
-    """Peak learning rate."""
-
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay of matrices and filters; norms and biases (1-D parameters) never decay."""
-
-    max_grad_norm: float | None = Field(default=None, gt=0)
-    """Gradients of a larger norm are scaled down to it; null for no clipping."""
-
-
-class AdamW(Optimizer):
-    name: Literal["adamw"] = "adamw"
-    """Picks the optimizer: adamw or sgd."""
-
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay a step of the running means of the gradient and of its square."""
-
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator of the update."""
-
-
-class SGD(Optimizer):
-    name: Literal["sgd"] = "sgd"
-    """Picks the optimizer: adamw or sgd."""
-
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the last update that is added to the next."""
-
-    nesterov: bool = False
-    """Nesterov's momentum; needs a momentum above 0."""
-
-    @field_validator("nesterov")
-    @classmethod
-    def _needs_momentum(cls, nesterov: bool, info: ValidationInfo) -> bool:
-        if nesterov and info.data.get("momentum") == 0:
-            raise ValueError("nesterov needs a momentum above 0, e.g. optimizer.momentum=0.9")
-        return nesterov
-
-
-class Schedule(Section):
-    """What the schedules share. The fields are named like the arguments of `lr_factor`."""
-
-    name: ScheduleName
-
-    warmup: DurationField = Duration.parse(0)
-    """The learning rate rises linearly to its peak over this duration."""
-
-    def in_steps(self, steps_per_epoch: float, total_steps: int) -> dict[str, Any]:
-        """Keyword arguments of `schedule.lr_factor`; ValueError if they do not fit into the run."""
-        arguments = {
-            key: value.steps(steps_per_epoch, total_steps) if isinstance(value, Duration) else value
-            for key, value in self
-        }
-        rest = total_steps - arguments["warmup"]
-        if arguments.get("decay", 0) == rest + 1:
-            arguments["decay"] = rest  # 50% and 50% of 3 steps, both rounded up
-        if arguments.get("decay", 0) > rest or rest < 0:
-            raise ValueError(
-                f"schedule.warmup ({self.warmup}) and decay do not fit into {total_steps} steps: "
-                "shorten them or train longer"
-            )
-        return arguments
-
-
-class Constant(Schedule):
-    name: Literal["constant"] = "constant"
-    """Picks the schedule: cosine, linear, constant, or wsd (stable, then decay)."""
-
-
-class Decaying(Schedule):
-    """What the schedules that end in a decay share."""
-
-    final: float = Field(default=0.0, ge=0, le=1)
-    """Share of the peak learning rate that is left at the end."""
-
-
-class Cosine(Decaying):
-    name: Literal["cosine"] = "cosine"
-    """Picks the schedule: cosine, linear, constant, or wsd (stable, then decay)."""
-
-
-class Linear(Decaying):
-    name: Literal["linear"] = "linear"
-    """Picks the schedule: cosine, linear, constant, or wsd (stable, then decay)."""
-
-
-class WarmupStableDecay(Decaying):
-    name: Literal["wsd"] = "wsd"
-    """Picks the schedule: cosine, linear, constant, or wsd (stable, then decay)."""
-
-    decay: DurationField = Duration.parse("20%")
-    """The learning rate falls linearly over this duration at the end."""
 
 
 class Tracking(Section):
@@ -173,6 +67,7 @@ class Steps:
     log_every: int
     eval_every: int
     save_every: int
+    swa_start: int | None
     schedule: dict[str, Any]
     """Keyword arguments of `schedule.lr_factor`."""
 
@@ -219,14 +114,33 @@ class RunConfig(Section):
     compile: bool = False
     """Compile the model with torch.compile."""
 
-    optimizer: AdamW | SGD = AdamW()
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of the model's repeated blocks for the backward, which computes the rest
+    anew: less memory, about a third more time, the same weights."""
+
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, by name or by the name of a module, * for any characters:
+    ["*.embeddings", "layer1.*.bias"]. A frozen BatchNorm normalises by the statistics it has."""
+
+    optimizer: AdamW | SGD | Muon | ScheduleFree = AdamW()
     """How gradients move the weights; its name picks its keys."""
 
-    schedule: Cosine | Linear | Constant | WarmupStableDecay = Cosine()
+    schedule: Cosine | Linear | Constant | WarmupStableDecay = Field(
+        default=Cosine(), validate_default=True
+    )
     """The learning rate as a function of the step; its name picks its keys."""
 
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
-    """Decay a step of an average of the weights, which is then evaluated; null for none."""
+    """Decay a step of an average of the weights, which is then evaluated; null for none. BatchNorm
+    statistics are those of the weights themselves."""
+
+    swa_start: DurationField | None = None
+    """After so much of the run, evaluate the equal average of the weights of all steps from there
+    on (SWA); null for none. BatchNorm statistics are those of the weights themselves."""
+
+    early_stopping: EarlyStopping | None = None
+    """End the run when a metric of the evaluation no longer improves. `final/` then holds the last
+    weights, `best` names the best checkpoint."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite stops the run, or skips the step."""
@@ -281,20 +195,51 @@ class RunConfig(Section):
             )
         return steps
 
+    @field_validator("schedule")
+    @classmethod
+    def _schedule_free(cls, schedule: Any, info: ValidationInfo) -> Any:
+        if isinstance(info.data.get("optimizer"), ScheduleFree) and schedule.name != "constant":
+            raise ValueError(
+                "optimizer.name schedule_free takes the place of a decay: set schedule.name="
+                "constant; schedule.warmup is as good as ever"
+            )
+        return schedule
+
+    @field_validator("ema_decay", "swa_start")
+    @classmethod
+    def _one_average(cls, average: Any, info: ValidationInfo) -> Any:
+        others = [name for name in ("ema_decay",) if info.data.get(name) is not None]
+        if isinstance(info.data.get("optimizer"), ScheduleFree):
+            others.append("optimizer.name schedule_free")
+        if average is not None and others:
+            raise ValueError(f"{others[0]} averages the weights already: drop one of the two")
+        return average
+
     def in_steps(self, steps_per_epoch: float) -> Steps:
         """Every duration of this config as a number of steps, for data of this size."""
         last = self.total_steps(steps_per_epoch)
+        if math.isinf(steps_per_epoch):  # a stream: a tenth of the run stands for an epoch
+            steps_per_epoch = last / 10
         log_every, eval_every, save_every = (
             0 if duration is None else duration.steps(steps_per_epoch, last)
             for duration in (self.log_every, self.eval_every, self.save_every)
         )
+        given = self.swa_start
+        swa_start = None if given is None else given.steps(steps_per_epoch, last)
+        if swa_start is not None and swa_start >= last:
+            raise ValueError(f"swa_start {given} leaves none of {last} steps to average")
         schedule = self.schedule.in_steps(steps_per_epoch, last)
-        return Steps(last, log_every, eval_every, save_every, schedule)
+        return Steps(last, log_every, eval_every, save_every, swa_start, schedule)
 
     def total_steps(self, steps_per_epoch: float) -> int:
         """Optimizer steps of the run; with `epochs`, as many as it takes to see every sample."""
         if self.epochs is None:
             assert self.steps is not None
             return self.steps
+        if math.isinf(steps_per_epoch):
+            raise ValueError(
+                f"epochs: {self.epochs:g}, but the training data is a stream, whose end is not "
+                "known: give steps in its place"
+            )
         # 10 epochs of 1.1 steps are 11.000000000000002 steps in floats, which must not become 12.
         return math.ceil(self.epochs * steps_per_epoch * (1 - 1e-14))

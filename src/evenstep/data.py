@@ -2,11 +2,12 @@
 
 A batch sampler yields *positions* (train) or sample indices (evaluation); the epoch and the sample
 behind a position are worked out where the sample is read, so worker processes need no state and a
-run starts at any step in O(1).
+run starts at any step in O(1). Streams, which have no positions, are `stream_loader`'s.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ from evenstep.plan import Plan, seed_of
 from evenstep.precision import cast_batch
 from evenstep.seeding import seed_everything
 from evenstep.stop import shield_worker
+from evenstep.stream_loader import States, Turns, stream_loader
+from evenstep.streams import Streams
 from evenstep.task import Batch, Dataset, Task
 
 from torch.utils.data import DataLoader
@@ -24,11 +27,28 @@ from torch.utils.data import DataLoader
 Cast = Callable[[Batch], Batch]
 
 
+def steps_per_epoch(config: RunConfig, task: Task) -> float:
+    """Infinite for streams, whose end is not known."""
+    return (_num_samples(task) or math.inf) / config.global_batch_size
+
+
+def epochs(config: RunConfig, task: Task, step: int, passes: float) -> float:
+    """Passes over the training data up to a step; `passes` are those of all streams, added up."""
+    if isinstance(task.train_dataset, Streams):
+        assert config.micro_batch_size != "auto"
+        return passes * config.micro_batch_size / config.global_batch_size
+    return step * config.global_batch_size / len(task.train_dataset)
+
+
+def _num_samples(task: Task) -> int | None:
+    return None if isinstance(task.train_dataset, Streams) else len(task.train_dataset)
+
+
 def make_plan(config: RunConfig, task: Task, hardware: Hardware) -> Plan:
     """Raises ValueError if the processes cannot share the micro-batches of a step evenly."""
     size = config.micro_batch_size
     assert size != "auto"
-    n, global_size = len(task.train_dataset), config.global_batch_size
+    n, global_size = _num_samples(task), config.global_batch_size
     plan = Plan(n, global_size, size, config.seed, task.order)
     plan.accumulation(hardware.num_processes)
     return plan
@@ -39,11 +59,13 @@ def loaders(
     plan: Plan,
     hardware: Hardware,
     config: RunConfig,
-    *,
-    first_step: int,
-    last_step: int,
+    steps: range,
+    streams: States,
 ) -> tuple[Iterator[tuple[float, Batch]], Iterable[tuple[list[int], Batch]] | None]:
-    """This process's training micro-batches, and its evaluation batches, on its device."""
+    """This process's training micro-batches of `steps`, and its evaluation batches, on its device.
+
+    `streams` are the states that streams go on from; it is kept at those of this process.
+    """
     options: dict[str, Any] = {
         "cast": partial(cast_batch, precision=config.precision),
         "num_workers": config.num_workers,
@@ -51,10 +73,33 @@ def loaders(
         "worker_init_fn": shield_worker,
     }
     prepare = hardware.accelerator.prepare_data_loader
-    training = train_loader(task, plan, first_step=first_step, last_step=last_step, **options)
     size = plan.micro_batch_size
     evaluating = eval_loader(task, batch_size=size, num_processes=hardware.num_processes, **options)
-    return iter(prepare(training)), evaluating and prepare(evaluating)
+    if isinstance(task.train_dataset, Streams):
+        training = stream_batches(task, plan, hardware, steps, streams, **options)
+    else:
+        first, last = steps.start, steps.stop - 1
+        loader = train_loader(task, plan, first_step=first, last_step=last, **options)
+        training = iter(prepare(loader))
+    return training, evaluating and prepare(evaluating)
+
+
+def stream_batches(
+    task: Task,
+    plan: Plan,
+    hardware: Hardware,
+    steps: range,
+    states: States,
+    *,
+    cast: Cast,
+    **loader_options: Any,
+) -> Iterator[tuple[float, Batch]]:
+    """What `train_loader` yields, of streams. From now on, `states` holds those of this process."""
+    numbers = range(hardware.rank, plan.num_micro_batches, hardware.num_processes)
+    for number in states.keys() - {str(number) for number in numbers}:
+        del states[number]  # another process's, and out of date from its next step on
+    turns = Turns(task, plan, numbers, steps, dict(states), partial(_collate_counted, task, cast))
+    return stream_loader(turns, states, hardware.device, **loader_options)
 
 
 def train_loader(

@@ -10,7 +10,7 @@ import hashlib
 import io
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 Sample = tuple[Tensor, int]  # uint8 (C, H, W), class number
 OnError = Literal["stop", "skip"]
+
+KEPT_BYTES = 1 << 28  # decoded images of up to 256 MB stay in memory, in each (worker) process
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ class TensorImages:
     def __init__(self, images: Tensor, labels: Sequence[int]) -> None:
         self.images, self.labels = images, labels
 
+    @property
+    def targets(self) -> Sequence[int]:
+        return self.labels
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -137,6 +143,7 @@ class ImageDataset:
 
     Under `on_error="skip"` a BadImage becomes a black image with the label IGNORED, so that a
     micro-batch stays as long as planned; it is warned about once in each (worker) process.
+    Images that need little memory are decoded once: samples are not to be changed in place.
     """
 
     def __init__(
@@ -145,11 +152,21 @@ class ImageDataset:
         self.source, self.channels, self.size = source, channels, size
         self.resizes, self.on_error = resizes, on_error
         self._warned: set[int] = set()
+        self._keeps = len(source) * channels * size * size <= KEPT_BYTES
+        self._kept: dict[int, Sample] = {}
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Sample:
+        if index in self._kept:
+            return self._kept[index]
+        sample = self._read(index)
+        if self._keeps:
+            self._kept[index] = sample
+        return sample
+
+    def _read(self, index: int) -> Sample:
         try:
             image, label = self.source[index]
         except BadImage as error:
@@ -176,6 +193,15 @@ def uniform(
     if isinstance(source, TensorImages):
         return TensorImages(resize(to_uint8(source.images, channels), size), source.labels)
     return ImageDataset(source, channels=channels, size=size, resizes=resizes, on_error=on_error)
+
+
+def class_numbers(dataset: Dataset) -> list[int]:
+    """Of all samples. Reads no image where the source has `targets`, as those of torchvision."""
+    source = getattr(dataset, "source", dataset)
+    if hasattr(source, "targets"):
+        numbers: list[int] = torch.as_tensor(source.targets).tolist()
+        return numbers
+    return [dataset[index][1] for index in range(len(dataset))]
 
 
 def common_size(*sources: Dataset) -> int:
@@ -221,10 +247,10 @@ def measure(dataset: Dataset, limit: int = 2000) -> tuple[list[float], list[floa
     """Mean and standard deviation of each channel, in units of 255, over at most `limit` samples.
 
     Summed in whole numbers: exact, and the same on every machine. A constant channel gets a
-    deviation of 1, so that dividing by it is safe.
+    deviation of 1, so that dividing by it is safe. Raises BadImage with all that cannot be read.
     """
     pixels, totals, squares = 0, torch.tensor(0), torch.tensor(0)
-    for image, label in (dataset[row] for row in spread(len(dataset), limit)):
+    for image, label in _readable(dataset, spread(len(dataset), limit)):
         if label != IGNORED:
             values = image.flatten(1).long()
             pixels += values.shape[1]
@@ -236,6 +262,19 @@ def measure(dataset: Dataset, limit: int = 2000) -> tuple[list[float], list[floa
     # Python's whole numbers: pixels * square leaves int64 as soon as images are large.
     deviation = [math.sqrt(pixels * square - total * total) / pixels for total, square in sums]
     return mean, [value / 255 or 1.0 for value in deviation]
+
+
+def _readable(dataset: Dataset, rows: Iterable[int]) -> Iterator[Sample]:
+    """The samples; at the end BadImage, if some could not be read."""
+    failed: list[str] = []
+    for row in rows:
+        try:
+            yield dataset[row]
+        except BadImage as error:
+            failed.append(str(error))
+    if failed:
+        more = [f"and {len(failed) - 10} more"] if len(failed) > 10 else []
+        raise BadImage("\n  ".join(["training images cannot be read:", *failed[:10], *more]))
 
 
 def fingerprint(*parts: bytes) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
-from evenstep import optimizer, strategy
+from evenstep import gradient_checkpointing, optimizer, strategy
 from evenstep.average import Average
 from evenstep.batchnorm import BatchNormStatistics
 from evenstep.config import RunConfig
+from evenstep.freezing import freeze
 from evenstep.hardware import Hardware
 from evenstep.plan import seed_of
 from evenstep.precision import cast_model
@@ -27,9 +29,23 @@ class Learner:
     strategy: Strategy
     batchnorm: BatchNormStatistics
     average: Average | None
+    averaged: Callable[[], AbstractContextManager[None]] | None
+    """Puts averaged weights in the place of the model's own; None if there are none."""
 
     training_modules: list[nn.Module]
-    """Those not frozen in eval mode by their author."""
+    """Those not frozen in eval mode."""
+
+    def step(self, lr: float) -> None:
+        """The end of a step: all moves once."""
+        self.strategy.step(lr)
+        self.batchnorm.commit(self.strategy.sum)
+        if self.average:
+            self.average.update()
+
+    def discard(self) -> None:
+        """The end of a step that is left out: nothing moves."""
+        self.strategy.discard()
+        self.batchnorm.discard()
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
@@ -45,24 +61,48 @@ class Learner:
             return self.strategy.full_weights()
 
     def _averaged(self) -> AbstractContextManager[None]:
-        return self.average.in_place() if self.average else nullcontext()
+        return self.averaged() if self.averaged else nullcontext()
+
+    def numbers(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the tensors."""
+        count = self.average.count if self.average else 0
+        return {"scaler": self.strategy.scaler.state_dict(), "averaged_steps": count}
+
+    def restore_numbers(self, saved: Mapping[str, Any]) -> None:
+        self.strategy.scaler.load_state_dict(saved["scaler"])
+        if self.average:
+            self.average.count = saved["averaged_steps"]
 
 
-def build(config: RunConfig, task: Task, hardware: Hardware) -> Learner:
+def build(
+    config: RunConfig, task: Task, hardware: Hardware, *, swa_start: int | None = None
+) -> Learner:
+    """`swa_start` is the run config's, in steps."""
     bare = new_model(config, task)
     if not bare.training:
         bare.train()  # as from_pretrained returns it; a part that alone is in eval mode stays so
+    freeze(bare, config.freeze)
+    if config.gradient_checkpointing:
+        gradient_checkpointing.enable(bare)
     batchnorm = BatchNormStatistics(bare)
     if config.compile:
         bare.compile()  # in place, before `prepare`: no `_orig_mod.` in any saved key
     training_modules = [module for module in bare.modules() if module.training]
-    prepared = strategy.prepare(config, hardware, bare, optimizer.build(bare, config.optimizer))
-    average = None
-    if config.ema_decay:
-        average = Average(
-            prepared.local_parameters(), config.ema_decay, swapped=prepared.parameters_changed
-        )
-    return Learner(bare, prepared, batchnorm, average, training_modules)
+    built = optimizer.build(bare, config.optimizer)
+    prepared = strategy.prepare(config, hardware, bare, built)
+    average = _average(prepared, config.ema_decay, swa_start)
+    averaged = average.in_place if average else getattr(built, "in_place", None)
+    return Learner(bare, prepared, batchnorm, average, averaged, training_modules)
+
+
+def _average(prepared: Strategy, ema_decay: float | None, swa_start: int | None) -> Average | None:
+    """Of the trained parameters: frozen ones, most of them under LoRA, are their own average."""
+    if ema_decay is None and swa_start is None:
+        return None
+    trained = {name for name, p in prepared.bare.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in prepared.local_parameters().items() if name in trained}
+    changed = prepared.parameters_changed
+    return Average(parameters, ema_decay, start=swa_start or 0, swapped=changed)
 
 
 def new_model(

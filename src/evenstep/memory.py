@@ -102,7 +102,7 @@ def settled(
 
     def trial(size: int) -> None:
         plan = make_plan(config.model_copy(update={"micro_batch_size": size}), task, hardware)
-        batches, _ = loaders(task, plan, hardware, config, first_step=1, last_step=1)
+        batches, _ = loaders(task, plan, hardware, config, range(1, 2), {})
         accumulate(list(batches))
 
     size = find_micro_batch_size(config.global_batch_size, learner, hardware, trial)

@@ -90,7 +90,8 @@ def _ordered_epoch(order: Order, seed: int, micro_batch_size: int, n: int, epoch
 class Plan:
     """Which samples every step trains on, from four numbers of the run config and the data."""
 
-    num_samples: int
+    num_samples: int | None
+    """None where it is not known, as of streams: these have their own order, and no positions."""
     global_batch_size: int
     micro_batch_size: int
     seed: int
@@ -98,7 +99,7 @@ class Plan:
     """The task's own order of the samples of an epoch; None is a permutation."""
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
+        if self.num_samples is not None and self.num_samples < 1:
             raise ValueError("the training split has no samples; the plan needs at least one")
         check_batch_sizes(self.global_batch_size, self.micro_batch_size)
 
@@ -109,7 +110,8 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> float:
-        return self.num_samples / self.global_batch_size
+        """Infinite where the number of samples is not known."""
+        return (self.num_samples or math.inf) / self.global_batch_size
 
     def accumulation(self, num_processes: int) -> int:
         """Micro-batches that each of `num_processes` computes a step; ValueError if uneven."""
@@ -131,12 +133,16 @@ class Plan:
 
     def describe(self, num_processes: int, total_steps: int) -> str:
         """The batch arithmetic in two lines."""
+        length = (
+            f"{self.num_samples} samples, {self.steps_per_epoch:.2f} steps an epoch, "
+            f"{total_steps} steps = {total_steps / self.steps_per_epoch:.2f} epochs"
+            if self.num_samples
+            else f"{total_steps} steps of a stream; an epoch stands for a tenth of them"
+        )
         return (
             f"global batch {self.global_batch_size} = {self.num_micro_batches} micro-batches of "
             f"{self.micro_batch_size} = {num_processes} process(es) x "
-            f"{self.accumulation(num_processes)} accumulated\n"
-            f"{self.num_samples} samples, {self.steps_per_epoch:.2f} steps an epoch, "
-            f"{total_steps} steps = {total_steps / self.steps_per_epoch:.2f} epochs"
+            f"{self.accumulation(num_processes)} accumulated\n{length}"
         )
 
     def micro_batches(self, first_step: int, last_step: int) -> Iterator[range]:
@@ -148,6 +154,7 @@ class Plan:
 
     def samples(self, positions: range) -> list[tuple[int, int]]:
         """(epoch, sample index) at each of a run of positions."""
+        assert self.num_samples is not None
         found: list[tuple[int, int]] = []
         while len(found) < len(positions):
             epoch, offset = divmod(positions[len(found)], self.num_samples)
@@ -157,11 +164,13 @@ class Plan:
 
     def _epoch_part(self, epoch: int, offset: int, wanted: int) -> list[int]:
         """The samples of an epoch from `offset` on: at least one, at most `wanted`."""
+        n = self.num_samples
+        assert n is not None
         if self.order:
-            size, n = self.micro_batch_size, self.num_samples
+            size = self.micro_batch_size
             return _ordered_epoch(self.order, self.seed, size, n, epoch)[offset : offset + wanted]
         block, within = divmod(offset, BLOCK)
-        indices = _permuted_block(self.seed, self.num_samples, epoch, block)
+        indices = _permuted_block(self.seed, n, epoch, block)
         return indices[within : within + wanted]
 
     def step_of(self, position: int) -> tuple[int, int]:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import time
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evenstep import checkpoint, checkpoint_files
+from evenstep import checkpoint, checkpoint_files, early_stopping
 from evenstep.checkpoint import Saver
 from evenstep.config import RunConfig
 from evenstep.config_file import difference, to_yaml
+from evenstep.config_sections import EarlyStopping
 from evenstep.files import write_atomically
+from evenstep.hardware import Hardware
 from evenstep.learner import Learner
 from evenstep.processes import on_main
 from evenstep.run_directory import RunDirectory, create
+from evenstep.task import Task
 
 import yaml
 
@@ -34,6 +38,14 @@ class RunState:
     """Of the last evaluation."""
     best: dict[str, Any] | None = None
     """The best evaluation so far: metric, value, step."""
+    streams: dict[str, Any] = field(default_factory=dict)
+    """Where streams stand, by number: those of this process; in a checkpoint, all of them."""
+    best_watched: float | None = None
+    """The best value so far of the metric that early stopping watches."""
+    evaluations_since: int = 0
+    """Evaluations after that best one."""
+    stopped_early: str | None = None
+    """Why early stopping has ended the run."""
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
@@ -48,11 +60,21 @@ class RunState:
         return self.best["step"] if self.best else None
 
     @property
+    def passes(self) -> list[float]:
+        """Of each of this process's streams, over its data."""
+        return [stream["epoch"] for stream in self.streams.values()]
+
+    @property
     def is_best(self) -> bool:
         return self.best_step == self.step
 
-    def evaluated(self, metrics: dict[str, Any], best_metric: str, higher_is_better: bool) -> None:
-        """Take over an evaluation at this step."""
+    def remaining(self, last_step: int) -> range:
+        """The steps that are still to be done."""
+        return range(self.step + 1, self.step + 1 if self.stopped_early else last_step + 1)
+
+    def evaluated(self, metrics: dict[str, Any], task: Task, rule: EarlyStopping | None) -> None:
+        """Take over an evaluation at this step: is it the best, and is it time to stop early?"""
+        best_metric, higher_is_better = f"eval/{task.best_metric}", task.higher_is_better
         if best_metric not in metrics:
             raise ValueError(
                 f"best_metric {best_metric!r} is not in what summarize gave: {', '.join(metrics)}"
@@ -62,6 +84,20 @@ class RunState:
         before = self.best["value"] if self.best else math.inf * (-1 if higher_is_better else 1)
         if value > before if higher_is_better else value < before:  # never true of a NaN
             self.best = {"metric": best_metric, "value": value, "step": self.step}
+        if watched := early_stopping.watched(rule, task):
+            self._watch(watched)
+
+    def _watch(self, watched: early_stopping.Watched) -> None:
+        value, best = watched.value(self.metrics), self.best_watched
+        if watched.improves(value, best):
+            self.best_watched, self.evaluations_since = value, 0
+        else:
+            self.evaluations_since += 1
+        if self.evaluations_since >= watched.rule.patience:
+            self.stopped_early = (
+                f"eval/{watched.name} has not been better than {self.best_watched} for "
+                f"{self.evaluations_since} evaluation(s)"
+            )
 
 
 def open_directory(config: RunConfig, stem: str) -> tuple[RunDirectory, RunConfig]:
@@ -86,12 +122,15 @@ def record(config: RunConfig, directory: RunDirectory) -> None:
     on_main(lambda: write_atomically(directory.path / "config.yaml", to_yaml(config)))
 
 
-def save(state: RunState, learner: Learner, config: RunConfig, saver: Saver) -> None:
+def save(
+    state: RunState, learner: Learner, config: RunConfig, saver: Saver, hardware: Hardware
+) -> None:
     """Save a checkpoint of this step; in the background, `saver.wait` tells when it is complete."""
+    streams = ChainMap(*hardware.gather(state.streams))  # each process has its own
     saver.save(
         state.step,
         learner.strategy.tensors(learner.average),
-        state={**asdict(state), "scaler": learner.strategy.scaler.state_dict()},
+        state={**asdict(state), "streams": streams, **learner.numbers()},
         config_yaml=to_yaml(config),
         best_step=state.best_step,
     )
@@ -108,8 +147,8 @@ def restore(learner: Learner, config: RunConfig, directory: RunDirectory) -> Run
         text = (path / "config.yaml").read_text(encoding="utf-8")
         _refuse_changes(path, _parsed(path, text), config)
         saved = checkpoint.load(path, learner.strategy.tensors(learner.average))
-        learner.strategy.scaler.load_state_dict(saved.pop("scaler"))
-        state = RunState(**saved)
+        learner.restore_numbers(saved)
+        state = RunState(**{key: saved[key] for key in asdict(state)})
     on_main(lambda: _say_and_abandon(path, state, directory.path))
     return state
 

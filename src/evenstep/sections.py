@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
-from typing import Annotated, Any, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from evenstep.task import Named
 
@@ -87,7 +88,8 @@ def _unknown(problem: str) -> type[BaseModel]:
 
 def sections(field: FieldInfo) -> list[type[BaseModel]]:
     """The classes that type a field, if it is a section; several if its name is to pick one."""
-    choices = get_args(field.annotation) or (field.annotation,)
+    union = get_origin(field.annotation) in (Union, UnionType)  # not of a tuple[Section, ...]
+    choices = get_args(field.annotation) if union else (field.annotation,)
     return [c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)]
 
 

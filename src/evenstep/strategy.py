@@ -11,6 +11,7 @@ from evenstep.average import Average
 from evenstep.checkpoint import PlainTensors, Tensors
 from evenstep.config import RunConfig
 from evenstep.hardware import Hardware
+from evenstep.optimizer import set_lr
 from evenstep.precision import grad_scaler
 
 import torch
@@ -31,6 +32,7 @@ def prepare(
     kind = hardware.accelerator.distributed_type.value
     if kind in ("FSDP", "DEEPSPEED"):
         _check_dimensions(bare, kind)
+        _check_optimizer(config.optimizer.name, kind)
     if kind == "FSDP":
         fsdp2.name_layers(hardware.accelerator.state.fsdp_plugin, bare)
     try:
@@ -51,6 +53,14 @@ def _check_dimensions(model: nn.Module, kind: str) -> None:
         raise ValueError(
             f"{kind} cannot split parameters without a dimension: give {', '.join(names)} the "
             "shape (1,), or use accelerate_configs/multi_gpu.yaml"
+        )
+
+
+def _check_optimizer(name: str, kind: str) -> None:
+    if name in ("muon", "schedule_free"):
+        raise ValueError(
+            f"optimizer.name {name} is not run on the split weights of {kind}: use adamw or sgd, "
+            "or accelerate_configs/multi_gpu.yaml"
         )
 
 
@@ -111,8 +121,7 @@ class Strategy:
 
     def step(self, lr: float) -> None:
         """Update the weights."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self.optimizer, lr)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 

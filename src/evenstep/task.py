@@ -37,7 +37,9 @@ class Task:
     model: Callable[[], nn.Module]
     """Builds the model. Called once, on the CPU, under the `init` seed."""
 
-    train_dataset: Dataset
+    train_dataset: Any
+    """A `Dataset`, or `evenstep.streams.Streams` where data has no known length."""
+
     eval_dataset: Dataset | None
     """None switches evaluation off."""
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from evenstep.average import Average
 from evenstep.hardware import Hardware
+from evenstep.optimizer import set_lr
 from evenstep.plan import seed_of
 from evenstep.strategy import Strategy
 from evenstep.zero_setup import ELSEWHERE
@@ -160,8 +161,7 @@ class Zero(Strategy):
         return [g for group in self._zero.averaged_gradients.values() for g in group]
 
     def step(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self.optimizer, lr)
         self._engine.step()
 
     def discard(self) -> None:

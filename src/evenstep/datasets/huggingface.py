@@ -13,50 +13,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from evenstep.datasets import _image_folder
+from evenstep.datasets import _image_folder, _tables
+from evenstep.datasets._tables import EVAL_SPLITS, Tables, TablesConfig
 from evenstep.images import ImageSplits, decode, fingerprint, spread
 from evenstep.labels import LabelMap, seeded_split
-from evenstep.sections import Section
 
 import numpy as np
 import PIL.Image
-from pydantic import Field
 
 logger = logging.getLogger(__name__)
 
-Tables = Mapping[str, Any]  # split -> datasets.Dataset with at least one row
 
-EVAL_SPLITS = ("validation", "valid", "val", "dev", "test")
-
-
-class Config(Section):
+class Config(TablesConfig):
     name: str
     """A hub id ("zalando-datasets/fashion_mnist") or a local path."""
-
-    config: str | None = None
-    """Configuration of a hub dataset that has several."""
-
-    revision: str | None = None
-    """Commit, tag or branch of a hub dataset; a commit makes the run repeatable."""
 
     image_column: str | None = None
     """Column of the images (encoded bytes or paths); null: image or img."""
 
     label_column: str | None = None
     """Column of the labels (class labels, text, whole numbers or true/false); null: label."""
-
-    train_split: str = "train"
-    """Split to train on."""
-
-    eval_split: str = "auto"
-    """Split to evaluate on. auto: validation, valid, val, dev or test, whichever comes first,
-    otherwise a part of the training split; none: no evaluation."""
-
-    eval_fraction: float = Field(default=0.2, gt=0, lt=1)
-    """Share of the training split held out where there is no evaluation split."""
-
-    split_seed: int = 0
-    """Picks the held-out samples; independent of the seed of the run."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +52,11 @@ class Rows:
         image = decode(self.encoded(row), f"row {row} of split {self.split!r}")
         return image, self.labels[row]
 
+    @property
+    def targets(self) -> list[int]:
+        """Class numbers of its rows, for what needs them without reading an image."""
+        return [self.labels[row] for row in self.rows]
+
     def encoded(self, row: int) -> dict[str, Any] | None:
         (image,) = self.images[row].values()
         return cast("dict[str, Any] | None", image)
@@ -90,7 +71,7 @@ class Rows:
 def build(config: Config) -> ImageSplits:
     """Raises ValueError for missing splits and columns, and for labels that cannot be used."""
     tables = _load(config)
-    table = _table(config, tables, config.train_split)
+    table = _tables.table(config, tables, config.train_split)
     labels, declared = _labels(config, table)
     label_map = (
         LabelMap.declared(declared, config.train_split)
@@ -113,14 +94,10 @@ def _evaluation(
     config: Config, tables: Tables, label_map: LabelMap, train: Rows
 ) -> tuple[Rows, Rows | None, str]:
     """The rows to train on, those to evaluate on, and a sentence that says which these are."""
-    split: str | None = config.eval_split
-    if split == "none":
+    if config.eval_split == "none":
         return train, None, "no evaluation (eval_split is none)"
-    if split == "auto":
-        found = (s for s in EVAL_SPLITS if s in tables and s != config.train_split)
-        split = next(found, None)
-    if split:
-        held_out = _rows(config, _table(config, tables, split), split, label_map)
+    if split := _tables.evaluation_split(config, tables):
+        held_out = _rows(config, _tables.table(config, tables, split), split, label_map)
         return train, held_out, f"evaluation on the split {split!r}"
     if len(train) == 1:
         return train, None, "no evaluation: a single sample and no evaluation split"
@@ -137,27 +114,7 @@ def _load(config: Config) -> Tables:
         columns = (config.image_column or "image", config.label_column or "label")
         tables = _image_folder.load(path, known, columns)
         return {split: table for split, table in tables.items() if len(table)}
-    builder = _builder(config, path)
-    builder.download_and_prepare()
-    # Not load_dataset: it fails as soon as any split is empty.
-    sizes = {name: split.num_examples for name, split in builder.info.splits.items()}
-    return {name: builder.as_dataset(split=name) for name, size in sizes.items() if size}
-
-
-def _builder(config: Config, path: Path) -> Any:
-    from datasets import load_dataset_builder
-
-    if path.is_file():
-        return load_dataset_builder("parquet", data_files={config.train_split: str(path)})
-    try:
-        if path.is_dir():  # with the default batch size, an empty parquet file is an error
-            return load_dataset_builder(str(path), config.config, batch_size=1000)
-        return load_dataset_builder(config.name, config.config, revision=config.revision)
-    except (ConnectionError, FileNotFoundError) as error:
-        raise ValueError(
-            f"{config.name!r} is no local path, and on the hub: {error} "
-            "The same run config works on a local copy: task.data.name=/path"
-        ) from error
+    return _tables.prepared(_tables.builder(config))
 
 
 def _rows(config: Config, table: Any, split: str, label_map: LabelMap) -> Rows:
@@ -191,15 +148,6 @@ def _column(config: Config, table: Any, key: str, usual: Sequence[str]) -> str:
     raise ValueError(
         f"{config.name} has no column {' or '.join(wanted)}; set task.data.{key} to one of: "
         f"{', '.join(table.column_names)}"
-    )
-
-
-def _table(config: Config, tables: Tables, split: str) -> Any:
-    if split in tables:
-        return tables[split]
-    raise ValueError(
-        f"{config.name} has no split {split!r} with samples; it has: "
-        f"{', '.join(tables) or 'none, neither parquet files nor class folders'}"
     )
 
 

@@ -6,39 +6,51 @@
       model: {name: resnet18}                          a file in models/, timm/<name>, a hub id, vit
 
 A metric is one line in `summarize`; what it needs of each sample is one column in `score`.
+
+Stochastic depth is the model's: {name: resnet18, drop_path: 0.1}, {name: timm/convnext_atto,
+options: {drop_path_rate: 0.1}}, {name: convnext, config: {drop_path_rate: 0.1}}.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from evenstep.augmentation import AugmentName, augmentation
+from evenstep.classification import (
+    class_weights_of,
+    num_targets,
+    summed_cross_entropy,
+    target_weights,
+)
+from evenstep.distillation import Teacher, TeacherConfig, divergence
+from evenstep.image_models import Inputs, build_model, export, logits_of
 from evenstep.images import (
     ImageSplits,
     OnError,
     Sample,
+    class_numbers,
     common_size,
     measure,
     uniform,
 )
 from evenstep.labels import IGNORED
+from evenstep.mixing import mixing
+from evenstep.orders import balanced
 from evenstep.sections import Section
 from evenstep.task import Named, Table, Task, find_module
 
 import numpy as np
-import PIL.Image
 import torch
 import torch.nn.functional as F
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
-from torchvision.transforms import v2
 from typing_extensions import Self, TypedDict  # pydantic needs these before Python 3.12
 
-Batch = Mapping[str, Tensor]  # "image": (B, C, H, W) normalised, "label": (B,) int64
+# "image": (B, C, H, W) normalised; "label": (B,) int64, or (B, classes) where images are mixed
+Batch = Mapping[str, Tensor]
+Weight = Annotated[float, Field(ge=0)]
 
 
 class Normalization(TypedDict):
@@ -66,11 +78,42 @@ class Config(Section):
     channels: Literal[1, 3] = 3
     """1: grey, 3: colour. Images are converted."""
 
-    augment: list[Literal["crop", "flip", "trivial_augment"]] = Field(default=[])
+    augment: list[AugmentName] = Field(default=[])
     """Random changes of training images, in this order."""
 
     crop_padding: int = Field(default=4, ge=0)
     """Pixels of black around the image before "crop" cuts out the original size."""
+
+    rand_augment_magnitude: int = Field(default=9, ge=0, le=30)
+    """Strength of the changes of "rand_augment", of which each image gets two."""
+
+    erasing_probability: float = Field(default=0.5, ge=0, le=1)
+    """How often "random_erasing" paints a rectangle of the image with the mean colour."""
+
+    mixup: float | None = Field(default=None, gt=0)
+    """Mix the images of a micro-batch in pairs, and their labels, in shares drawn from
+    Beta(mixup, mixup), for example 0.2; null for none."""
+
+    cutmix: float | None = Field(default=None, gt=0)
+    """Replace a rectangle of each image by that of another one, its area drawn from
+    Beta(cutmix, cutmix), for example 1.0; with mixup, each micro-batch gets one of the two."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Part of each label that is spread over all classes, in training."""
+
+    class_weights: Literal["balanced"] | list[Weight] | None = None
+    """Weights of the classes in the training loss: one number a class; balanced: the rarer a class,
+    the more a sample weighs, so that all have the same share; null: 1."""
+
+    balanced_sampling: bool = False
+    """Train on every class equally often: rare samples are repeated, frequent ones wait for a later
+    epoch."""
+
+    teacher: TeacherConfig | None = None
+    """A trained network whose outputs are learned as well (distillation); null for none."""
+
+    flip_in_evaluation: bool = False
+    """Evaluate the mean of the logits of each image and of its mirror image."""
 
     normalize: Literal["measured"] | Normalization = "measured"
     """measured: by mean and deviation of the training images; or {mean: [...], std: [...]}."""
@@ -78,6 +121,15 @@ class Config(Section):
     on_error: OnError = "stop"
     """At an image that cannot be read: stop, or skip it with a warning. Skipped images count in no
     loss and no metric; summarize reports how many there were."""
+
+    @field_validator("balanced_sampling")
+    @classmethod
+    def _balanced_once(cls, balanced_sampling: bool, info: ValidationInfo) -> bool:
+        if balanced_sampling and info.data.get("class_weights") == "balanced":
+            raise ValueError(
+                "class_weights=balanced makes up for rare classes already: drop one of the two"
+            )
+        return balanced_sampling
 
     @model_validator(mode="after")
     def _one_number_a_channel(self) -> Self:
@@ -87,18 +139,6 @@ class Config(Section):
                 f"normalize needs {self.channels} number(s) for mean and for std: one a channel"
             )
         return self
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the network sees, and what its outputs stand for."""
-
-    classes: list[str]
-    channels: int
-    image_size: int
-    resizes: bool
-    mean: list[float]
-    std: list[float]
 
 
 def build(config: Config) -> Task:
@@ -119,75 +159,85 @@ def build(config: Config) -> Task:
     given = config.normalize
     mean, std = measure(train) if given == "measured" else (given["mean"], given["std"])
     inputs = Inputs(list(splits.classes), config.channels, size, resizes, mean, std)
+    num_classes = len(inputs.classes)
+    needs_labels = config.class_weights == "balanced" or config.balanced_sampling
+    labels = class_numbers(train) if needs_labels else []
+    weights = class_weights_of(config.class_weights, labels, num_classes)
+    teacher = Teacher(config.teacher, inputs) if config.teacher else None
     return Task(
         model=partial(build_model, config.model, inputs),
         train_dataset=train,
         eval_dataset=held_out[0] if held_out else None,
         collate=partial(collate, inputs),
-        count=count,
-        loss=loss,
-        score=score,
-        summarize=partial(summarize, len(inputs.classes)),
+        count=partial(count, weights),
+        loss=partial(loss, config.label_smoothing, weights, teacher),
+        score=partial(score, config.flip_in_evaluation),
+        summarize=partial(summarize, num_classes),
         best_metric="accuracy",
-        augment=augmentation(config, size) if config.augment else None,
+        augment=augmentation(
+            config.augment,
+            image_size=size,
+            mean=mean,
+            crop_padding=config.crop_padding,
+            rand_augment_magnitude=config.rand_augment_magnitude,
+            erasing_probability=config.erasing_probability,
+        ),
+        mix=mixing(num_classes, mixup=config.mixup, cutmix=config.cutmix),
+        order=partial(balanced, labels) if config.balanced_sampling else None,
         export=partial(export, config.model, inputs),
         data_identity={
             **splits.identity,
             "train_samples": len(train),
             "eval_samples": sum(map(len, held_out)),
-            "classes": len(inputs.classes),
+            "classes": num_classes,
+            **({"teacher": teacher.fingerprint()} if teacher else {}),
         },
     )
 
 
-def build_model(model_section: Any, inputs: Inputs) -> nn.Module:
-    model: nn.Module = find_module("models", model_section.name).build(
-        model_section,
-        num_classes=len(inputs.classes),
-        channels=inputs.channels,
-        image_size=inputs.image_size,
-    )
-    model_config: Any = getattr(model, "config", None)
-    if hasattr(model_config, "id2label"):  # a transformers model
-        model_config.id2label = dict(enumerate(inputs.classes))
-        model_config.label2id = {name: number for number, name in enumerate(inputs.classes)}
-    return model
-
-
-def augmentation(config: Config, size: int) -> Callable[[Sample], Sample]:
-    transforms: dict[str, Callable[[], nn.Module]] = {
-        "crop": lambda: v2.RandomCrop(size, padding=config.crop_padding),
-        "flip": v2.RandomHorizontalFlip,
-        "trivial_augment": v2.TrivialAugmentWide,
-    }
-    return partial(_augment, v2.Compose([transforms[name]() for name in config.augment]))
-
-
-def _augment(transform: v2.Transform, sample: Sample) -> Sample:
-    image, label = sample
-    return transform(image), label
-
-
 def collate(inputs: Inputs, samples: Sequence[Sample]) -> Batch:
     images, labels = zip(*samples, strict=True)
+    classes = range(len(inputs.classes))
+    if wrong := [label for label in labels if label not in classes and label != IGNORED]:
+        raise ValueError(f"label {wrong[0]} is none of the classes, 0 to {len(classes) - 1}")
     mean, std = (255 * torch.tensor(v).view(-1, 1, 1) for v in (inputs.mean, inputs.std))
     normalised = torch.stack(images).float().sub_(mean).div_(std)
     return {"image": normalised, "label": torch.tensor(labels)}
 
 
-def count(batch: Batch) -> int:
-    return int((batch["label"] != IGNORED).sum())
+def count(class_weights: Tensor | None, batch: Batch) -> float:
+    return num_targets(batch["label"], class_weights)
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Summed cross entropy."""
-    logits = _logits(model, batch["image"])
-    return F.cross_entropy(logits, batch["label"], ignore_index=IGNORED, reduction="sum")
+def loss(
+    label_smoothing: float,
+    class_weights: Tensor | None,
+    teacher: Teacher | None,
+    model: nn.Module,
+    batch: Batch,
+) -> Tensor:
+    """Summed cross entropy; with a teacher, its share of alpha is the summed divergence from it."""
+    images, labels = batch["image"], batch["label"]
+    logits = logits_of(model, images)
+    if class_weights is not None:
+        class_weights = class_weights.to(logits, non_blocking=True)
+    supervised = summed_cross_entropy(
+        logits, labels, label_smoothing=label_smoothing, class_weights=class_weights
+    )
+    if teacher is None:
+        return supervised
+    alpha, temperature = teacher.config.alpha, teacher.config.temperature
+    divergences = divergence(logits, teacher.logits(images), temperature)
+    taught = (divergences * target_weights(labels, class_weights)).sum()
+    return (1 - alpha) * supervised + alpha * taught
 
 
-def score(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    labels = batch["label"]
-    logits = _logits(model, batch["image"])
+def score(flip: bool, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The loss is the plain cross entropy, without smoothing, weights and teacher."""
+    images, labels = batch["image"], batch["label"]
+    logits = logits_of(model, images)
+    if flip:
+        logits = (logits + logits_of(model, images.flip(-1))) / 2
     probability, prediction = logits.softmax(1).max(1)
     best5 = logits.topk(min(5, logits.shape[1])).indices
     return {
@@ -197,13 +247,6 @@ def score(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         "loss": F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none"),
         "top5": (best5 == labels[:, None]).any(1),
     }
-
-
-def _logits(model: nn.Module, images: Tensor) -> Tensor:
-    """(B, classes), in float32 or wider, so that no loss is summed in 16 bits."""
-    output = model(images)
-    logits: Tensor = getattr(output, "logits", output)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def summarize(num_classes: int, table: Table) -> dict[str, Any]:
@@ -234,32 +277,3 @@ def summarize(num_classes: int, table: Table) -> dict[str, Any]:
     if skipped := int((~counted).sum()):
         summary["skipped"] = skipped
     return summary
-
-
-def export(model_section: Any, inputs: Inputs, model: nn.Module, folder: Path) -> None:
-    """What it takes to use the weights again: for a transformers model all that `from_pretrained`
-    and `AutoImageProcessor` read, its weights included; for others config.json."""
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)  # type: ignore[operator]
-        _image_processor(inputs).save_pretrained(folder)
-        return
-    description = {"model": model_section.model_dump(), **asdict(inputs)}
-    description["id2label"] = dict(enumerate(description.pop("classes")))
-    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-
-
-def _image_processor(inputs: Inputs) -> Any:
-    """The processor of transformers that prepares an image as `images` and `collate` do."""
-    from transformers import BitImageProcessor
-
-    return BitImageProcessor(
-        do_resize=inputs.resizes,
-        size={"shortest_edge": inputs.image_size},
-        resample=PIL.Image.Resampling.BILINEAR,
-        do_center_crop=inputs.resizes,
-        crop_size={"height": inputs.image_size, "width": inputs.image_size},
-        do_normalize=True,
-        image_mean=inputs.mean,
-        image_std=inputs.std,
-        do_convert_rgb=inputs.channels == 3,
-    )

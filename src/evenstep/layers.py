@@ -1,0 +1,56 @@
+"""The repeated blocks of a model, found by its structure, and how deep each parameter lies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks by name, from the first to the last: transformer layers, residual blocks.
+
+    A block is a module with parts of its own, in a ModuleList or Sequential. Of all classes of
+    such modules, the one that one list holds most often is taken, wherever a list holds it, which
+    gives a ResNet's blocks from all of its stages. Raises ValueError where nothing is repeated.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    kinds = [Counter(type(part) for part in parts if any(part.children())) for parts in lists]
+    common = [kind.most_common(1)[0] for kind in kinds if kind]
+    kind, _ = max(common, key=lambda each: each[1], default=(None, 0))  # the outermost of equals
+    listed = {part for parts in lists for part in parts if type(part) is kind}
+    found = dict(_outermost(model, listed))
+    if len(found) < 2:
+        raise ValueError(
+            "the model has no repeated blocks: modules of one class, with parts of their own, in a "
+            "ModuleList or Sequential"
+        )
+    return found
+
+
+def _outermost(
+    module: nn.Module, wanted: set[nn.Module], name: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    for key, part in module.named_children():
+        if part in wanted:
+            yield f"{name}{key}", part
+        else:
+            yield from _outermost(part, wanted, f"{name}{key}.")
+
+
+def depths(model: nn.Module) -> dict[str, int]:
+    """The depth of each parameter, by name: 0 before the first block, i in the i-th block and
+    between it and the next, L + 1 after the last of L blocks.
+
+    "Before" and "after" are the order in which the model defines its parts, nearly always that in
+    which a forward uses them.
+    """
+    numbered = enumerate(blocks(model).values(), start=1)
+    owner = {parameter: number for number, block in numbered for parameter in block.parameters()}
+    names = list(model.named_parameters())
+    end = 1 + max(place for place, (_, parameter) in enumerate(names) if parameter in owner)
+    found, depth = {}, 0
+    for name, parameter in names[:end]:
+        depth = found[name] = owner.get(parameter, depth)
+    return found | {name: max(owner.values()) + 1 for name, _ in names[end:]}

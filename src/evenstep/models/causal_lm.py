@@ -1,0 +1,63 @@
+"""Any causal language model of transformers.
+
+`Qwen/Qwen3-0.6B` or a local folder: its weights. `gpt2`, `llama`, `qwen3` or another model type:
+built from its configuration class, with fresh weights and without a download.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from evenstep.models import _transformers
+
+from torch import nn
+
+
+class Config(_transformers.TransformersConfig):
+    name: str
+    """A hub id, a local folder, or a model type of transformers such as gpt2, llama or qwen3."""
+
+
+def model_types() -> list[str]:
+    """The model types of transformers that are causal language models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def build(config: Config, *, tokenizer: Any, sequence_length: int) -> nn.Module:
+    """Raises ValueError for unknown names and configuration keys, and for a tokenizer or sequences
+    that do not fit the weights."""
+    model: Any = _model(config, tokenizer, sequence_length)
+    _check_fit(config, model.config.get_text_config(), len(tokenizer), sequence_length)
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    # That token's row gets no gradient; but it may be the one that ends documents as well.
+    model.get_input_embeddings().padding_idx = None
+    model.config.use_cache = False  # with a cache, no model looks for documents in position_ids
+    return cast("nn.Module", model)
+
+
+def _model(config: Config, tokenizer: Any, sequence_length: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if config.name not in model_types():
+        model_config = _transformers.read_config(config)
+        return _transformers.pretrained(config, AutoModelForCausalLM, model_config)
+    usual = {"vocab_size": len(tokenizer), "max_position_embeddings": sequence_length}
+    # Llama's own defaults, 1 and 2, are any tokens of another tokenizer.
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = {name: getattr(tokenizer, name) for name in names}
+    return _transformers.fresh(config, AutoModelForCausalLM, usual=usual, **special)
+
+
+def _check_fit(config: Config, text_config: Any, num_tokens: int, sequence_length: int) -> None:
+    if num_tokens > text_config.vocab_size:
+        raise ValueError(
+            f"{config.name} has {text_config.vocab_size} tokens, the tokenizer {num_tokens}; "
+            "task.tokenizer=auto takes the model's own"
+        )
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest and sequence_length > longest:
+        raise ValueError(
+            f"{config.name} reads at most {longest} tokens: task.sequence_length={longest}"
+        )

@@ -1,0 +1,67 @@
+"""Any sequence classification model of transformers.
+
+`answerdotai/ModernBERT-base` or a local folder: its weights, with a new head where the number of
+classes differs. `bert`, `distilbert`, `roberta`, `modernbert` or another model type: built from its
+configuration class, with fresh weights and without a download.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evenstep.models import _transformers
+
+from torch import nn
+
+
+class Config(_transformers.TransformersConfig):
+    name: str
+    """A hub id, a local folder, or a model type of transformers such as distilbert."""
+
+
+def model_types() -> list[str]:
+    """The model types of transformers that classify text."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    return list(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+
+
+def build(config: Config, *, tokenizer: Any, max_length: int, num_labels: int) -> nn.Module:
+    """Raises ValueError for unknown names and configuration keys, and for a tokenizer or lengths
+    that do not fit the weights."""
+    from transformers import AutoModelForSequenceClassification
+
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+    special["pad_token_id"] = tokenizer.pad_token_id
+    if config.name in model_types():
+        # RoBERTa counts positions from behind the number of its padding token.
+        positions = max_length + tokenizer.pad_token_id + 1
+        usual = {"vocab_size": len(tokenizer), "max_position_embeddings": positions}
+        model: Any = _transformers.fresh(
+            config,
+            AutoModelForSequenceClassification,
+            usual=usual,
+            num_labels=num_labels,
+            **special,
+        )
+    else:
+        model_config = _transformers.read_config(config)
+        model_config.num_labels = num_labels
+        model = _transformers.pretrained(config, AutoModelForSequenceClassification, model_config)
+    # A decoder finds the last token of a text by it, and GPT-2 has none of its own.
+    model.config.pad_token_id = tokenizer.pad_token_id
+    _check_fit(config, model.config.get_text_config(), len(tokenizer), max_length)
+    return model  # type: ignore[no-any-return]
+
+
+def _check_fit(config: Config, text_config: Any, num_tokens: int, max_length: int) -> None:
+    if num_tokens > text_config.vocab_size:
+        raise ValueError(
+            f"{config.name} has {text_config.vocab_size} tokens, the tokenizer {num_tokens}; "
+            "task.tokenizer=auto takes the model's own"
+        )
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest and max_length > longest:
+        raise ValueError(f"{config.name} reads at most {longest} tokens: task.max_length={longest}")

@@ -1,0 +1,218 @@
+"""Causal language modelling: predict each token of a text from those before it.
+
+    task:
+      name: causal_lm
+      data: {name: stdlib}          a file in datasets/, a hub id, or a local folder or file of text
+      model: {name: qwen3}          a hub id, a local folder, gpt2, llama, ... (models/causal_lm.py)
+
+The loss counts tokens, not sequences: one of 20 tokens weighs a tenth of one of 200.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from evenstep import packing, tokenization
+from evenstep.labels import IGNORED
+from evenstep.sections import Section
+from evenstep.streams import Streams
+from evenstep.task import Named, Table, Task, find_module
+from evenstep.texts import TextSplits
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+TOKENIZER_ROWS = 1000
+"""The first so many rows of a stream train a tokenizer."""
+
+Batch = Mapping[str, Tensor]  # see packing.Sequences, with a leading dimension of samples
+
+
+class Config(Section):
+    name: str = "causal_lm"
+    """Picks the task."""
+
+    data: Annotated[Any, Named("datasets", fallback="text")]
+    """The texts."""
+
+    model: Annotated[Any, Named("models", fallback="causal_lm")]
+    """The network."""
+
+    text_column: str = "text"
+    """Column of the data with the text."""
+
+    tokenizer: str = "auto"
+    """A hub id or a local folder; bpe: a byte-level BPE trained on the training split; auto: the
+    model's own if it is a hub id or a local folder, else bpe."""
+
+    vocab_size: int = Field(default=4096, ge=258)
+    """Tokens of a BPE that is trained here; 256 stand for bytes, 2 end and pad documents."""
+
+    sequence_length: int = Field(default=512, ge=2)
+    """Tokens of a sequence; longer documents are cut."""
+
+    packing: bool = True
+    """Put several documents into a sequence. None of them sees another one; a model that cannot
+    keep them apart is refused. false: one a sequence, and padding."""
+
+    prompt: str = ""
+    """Begins the text that the model writes at each evaluation."""
+
+    sample_tokens: int = Field(default=64, ge=0)
+    """Length of that text in tokens; 0 for none."""
+
+
+def build(config: Config) -> Task:
+    """Raises ValueError for data that cannot be trained on."""
+    data = find_module("datasets", config.data.name, fallback="text")
+    splits: TextSplits = data.build(config.data)
+    streamed = isinstance(splits.train, Streams)
+    known = splits.train.first_rows(TOKENIZER_ROWS) if streamed else splits.train
+    tokenizer = make_tokenizer(config, known)
+    pack = partial(
+        packing.pack,
+        tokenizer=tokenizer,
+        sequence_length=config.sequence_length,
+        column=config.text_column,
+        share=config.packing,
+    )
+    train: Any = splits.train.transformed(pack) if streamed else pack(splits.train)
+    held_out = None if splits.eval is None else pack(splits.eval)
+    return Task(
+        model=partial(build_model, config, tokenizer),
+        train_dataset=train,
+        eval_dataset=held_out,
+        # One length for all micro-batches where packing fills them: nothing is compiled twice.
+        collate=partial(
+            packing.collate,
+            pad_id=tokenizer.pad_token_id,
+            length=config.sequence_length if config.packing else None,
+        ),
+        count=count,
+        loss=loss,
+        score=score,
+        summarize=summarize,
+        best_metric="loss",
+        higher_is_better=False,
+        sample=partial(sample, config, tokenizer) if config.sample_tokens else None,
+        export=partial(export, tokenizer),
+        data_identity={
+            **splits.identity,
+            "tokenizer": tokenization.identity(tokenizer),
+            "train_samples": None if streamed else len(train),
+            "eval_samples": len(held_out or ()),
+        },
+    )
+
+
+def make_tokenizer(config: Config, train: Any) -> Any:
+    name = config.tokenizer
+    if name == "auto":
+        has_own = "/" in config.model.name or Path(config.model.name).is_dir()
+        name = config.model.name if has_own else "bpe"
+    if name == "bpe":
+        texts = list(packing.texts(train, config.text_column))
+        return tokenization.byte_level_bpe(texts, config.vocab_size)
+    revision = getattr(config.model, "revision", None) if name == config.model.name else None
+    return tokenization.pretrained(name, revision)
+
+
+def build_model(config: Config, tokenizer: Any) -> nn.Module:
+    """Raises ValueError for a model that sees from one packed document into another."""
+    model: nn.Module = find_module("models", config.model.name, fallback="causal_lm").build(
+        config.model, tokenizer=tokenizer, sequence_length=config.sequence_length
+    )
+    if config.packing and not keeps_documents_apart(model):
+        raise ValueError(
+            f"{config.model.name} does not keep the documents of a sequence apart by their "
+            "position_ids; task.packing=false gives each a sequence of its own"
+        )
+    return model
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: nn.Module) -> bool:
+    """Whether a document has the same logits after another one in its sequence as it has alone."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    was_training = model.training
+    model.eval()
+    ids, positions = torch.tensor([[3, 4, 5, 3, 6]]), torch.tensor([[0, 1, 2, 0, 1]])
+    packed = _logits(model, {"input_ids": ids, "position_ids": positions})[:, 3:]
+    alone = _logits(model, {"input_ids": ids[:, 3:], "position_ids": positions[:, 3:]})
+    model.train(was_training)
+    return bool((packed - alone).abs().max() <= 1e-4 * alone.abs().max())
+
+
+def count(batch: Batch) -> int:
+    return int((batch["labels"] != IGNORED).sum())
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Summed cross entropy in nats."""
+    logits = _logits(model, batch).flatten(0, 1)
+    labels = batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+
+def score(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Sums over each sequence."""
+    logits, labels = _logits(model, batch), batch["labels"]
+    nats = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return {
+        "loss": nats.view_as(labels).sum(1),
+        "tokens": (labels != IGNORED).sum(1),
+        "correct": (logits.argmax(2) == labels).sum(1),
+        "bytes": batch["bytes"],
+    }
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    """(B, L, tokens), in float32 or wider, so that no loss is summed in 16 bits."""
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    output = model(**inputs)
+    logits: Tensor = getattr(output, "logits", output)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def summarize(table: Table) -> dict[str, float]:
+    """Bits per byte compare models with different tokenizers: they are those of the whole text."""
+    nats, tokens, correct, num_bytes = (
+        float(table[name].sum()) for name in ("loss", "tokens", "correct", "bytes")
+    )
+    return {
+        "loss": nats / tokens,
+        "perplexity": math.exp(min(nats / tokens, 700)),  # exp(710) is no float
+        "bits_per_byte": nats / math.log(2) / num_bytes,
+        "token_accuracy": correct / tokens,
+    }
+
+
+@torch.no_grad()
+def sample(config: Config, tokenizer: Any, model: nn.Module) -> str:
+    """The prompt and what the model makes of it. Not `generate`: of sharded weights every process
+    has to run as many forwards as the others, and a compiled model wants one shape."""
+    prompt = [packing.start_token(tokenizer), *packing.plain([config.prompt], tokenizer)[0]]
+    length = min(len(prompt) + config.sample_tokens, config.sequence_length)
+    ids = torch.tensor([prompt + [tokenizer.pad_token_id] * (length - len(prompt))])
+    ids = ids.to(next(model.parameters()).device)
+    for place in range(len(prompt), length):
+        logits = _logits(model, {"input_ids": ids})[0, place - 1]
+        ids[0, place] = torch.multinomial(logits.softmax(0), 1)
+    return str(tokenizer.decode(ids[0, 1:]))
+
+
+def export(tokenizer: Any, model: nn.Module, folder: Path) -> None:
+    """All that `from_pretrained` reads of model and tokenizer."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)

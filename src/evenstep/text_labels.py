@@ -1,0 +1,153 @@
+"""The labels of rows of text: one class of several, several at once, or a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from evenstep.labels import LabelMap
+
+Kind = Literal["single_label", "multi_label", "regression"]
+Label = int | float | list[float]  # class number, number, or 0 or 1 for each class
+
+
+@dataclass(frozen=True)
+class Labels:
+    """How labels are read; comes from the training split alone."""
+
+    kind: Kind
+    names: Sequence[str]
+    """Of the classes, or of what a regression predicts."""
+    encode: Callable[[Any, str], list[Label | None]]
+    """(rows, name of the split) to a label a row, None where it has none. Raises ValueError for
+    labels that cannot be used."""
+
+
+def labels_of(kind: Kind | None, column: str | Sequence[str], rows: Any, split: str) -> Labels:
+    """`rows` are the training split; several columns are a class each, with 0 or 1. Raises
+    ValueError for labels that cannot be used, and where None leaves the kind to labels that do not
+    tell it."""
+    if not isinstance(column, str):
+        if kind not in (None, "multi_label"):
+            raise ValueError(f"label_column {list(column)} is for multi_label, and kind is {kind}")
+        return Labels("multi_label", list(column), partial(_from_columns, column))
+    values, declared = _values(rows, column)
+    found = kind or _kind(values, declared)
+    if found == "regression":
+        return Labels(found, [column], partial(_each, column, _number))
+    classes = declared or _classes(found, values, split)
+    label_map = LabelMap.declared(classes, split)
+    encode = _one if found == "single_label" else _several
+    return Labels(found, label_map.names, partial(encode, column, label_map))
+
+
+def _kind(values: Sequence[Any], declared: Sequence[str] | None) -> Kind:
+    known = [value for value in values if not _missing(value)]
+    if any(isinstance(value, list) for value in known):
+        return "multi_label"
+    if any(isinstance(value, float) for value in known):
+        return "regression"
+    if known and not declared and all(isinstance(value, str) for value in known):
+        _refuse_fractions(known)
+    return "single_label"
+
+
+def _refuse_fractions(values: Sequence[str]) -> None:
+    try:
+        fraction = next((v for v in values if not float(v).is_integer()), None)
+    except (ValueError, OverflowError):  # words, or nan and inf
+        return
+    if fraction is not None:
+        raise ValueError(
+            f"labels such as {fraction!r} may be numbers or classes: set task.kind=regression or "
+            "task.kind=single_label"
+        )
+
+
+def _classes(kind: Kind, values: Sequence[Any], split: str) -> list[Any]:
+    """The sorted distinct labels."""
+    known = [_first(values) if _missing(value) else value for value in values]
+    if kind == "multi_label":
+        known = [label for value in known for label in _listed(value)]
+    return list(LabelMap.of(known, split).numbers)
+
+
+def _values(rows: Any, column: str) -> tuple[list[Any], list[str] | None]:
+    """The labels of a split, and the names of the classes where its features declare them."""
+    values = rows[column][:]
+    features = getattr(rows, "features", None) or {}
+    feature = features.get(column)
+    names = getattr(getattr(feature, "feature", feature), "names", None)
+    if names is None:
+        return values, None
+    known = dict(enumerate(names))  # not the -1 by which hub datasets write "no label"
+    if any(isinstance(value, list) for value in values):
+        return [value and [known.get(label) for label in value] for value in values], names
+    return [known.get(value) for value in values], names
+
+
+def _one(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label | None]:
+    values = _values(rows, column)[0]
+    # All of them, so that an error names the row.
+    filled = [next(iter(label_map.numbers)) if _missing(v) else v for v in values]
+    numbers = label_map.encode(filled, split)
+    return [None if _missing(v) else n for v, n in zip(values, numbers, strict=True)]
+
+
+def _several(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label | None]:
+    labels: list[Label | None] = []
+    for row, value in enumerate(_values(rows, column)[0]):
+        own = None if value is None else _listed(value)
+        if unknown := set(own or ()) - set(label_map.numbers):
+            raise ValueError(
+                f"row {row} of split {split!r} has the label(s) {sorted(map(str, unknown))}, which "
+                f"the training split does not have; its classes: {', '.join(label_map.names)}"
+            )
+        labels.append(None if own is None else [float(c in own) for c in label_map.numbers])
+    return labels
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _each(column: str, read: Callable[[Any], float], rows: Any, split: str) -> list[Label | None]:
+    labels: list[Label | None] = []
+    for row, value in enumerate(_values(rows, column)[0]):
+        try:
+            labels.append(None if _missing(value) else read(value))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"row {row} of split {split!r} has {value!r} in column {column!r}: {error}"
+            ) from error
+    return labels
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("a number to predict has to be finite")
+    return number
+
+
+def _flag(value: Any) -> float:
+    flags: Mapping[str, float] = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0}
+    if str(value).lower() not in flags:
+        raise ValueError("a column of its own for each class holds 0 or 1, or true or false")
+    return flags[str(value).lower()]
+
+
+def _from_columns(columns: Sequence[str], rows: Any, split: str) -> list[Label | None]:
+    by_column = [_each(column, _flag, rows, split) for column in columns]
+    return [None if None in labels else list(labels) for labels in zip(*by_column, strict=True)]
+
+
+def _missing(value: Any) -> bool:
+    return value is None or value == "" or value != value  # NaN, as pandas writes it
+
+
+def _first(values: Sequence[Any]) -> Any:
+    return next((value for value in values if not _missing(value)), None)

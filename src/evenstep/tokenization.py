@@ -1,0 +1,109 @@
+"""Tokenizers: those of hub ids and local folders, and a byte-level BPE trained on the data."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+TRAINED_ON = 100_000_000
+"""Characters that a BPE is trained on; more change few of its merges."""
+
+logger = logging.getLogger(__name__)
+
+
+def pretrained(
+    name: str,
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    needs_end: bool = True,
+) -> Any:
+    """The tokenizer of a hub id or local folder, with a padding token, and an end token if needed.
+
+    GPT-2 and many after it have no padding token: the end token pads, and no label says so.
+    Raises ValueError if it cannot be read or has no end token.
+    """
+    from transformers import AutoTokenizer
+
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer {name!r} cannot be read: {error}") from error
+    if tokenizer.eos_token_id is None and (needs_end or tokenizer.pad_token_id is None):
+        raise ValueError(f"the tokenizer {name!r} has no end token (eos_token) to end documents")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def byte_level_bpe(texts: Sequence[str], vocab_size: int, folder: Path | None = None) -> Any:
+    """A byte-level BPE trained on `texts`: any text becomes tokens and comes back unchanged.
+
+    Kept in `folder` (~/.cache/evenstep) under a hash of the arguments: of several processes
+    that need it at once, one trains it.
+    """
+    from filelock import FileLock
+    from transformers import PreTrainedTokenizerFast
+
+    folder = folder or cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"bpe-{vocab_size}-{_fingerprint(texts)}.json"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            logger.info("training a byte-level BPE of %d tokens: %s", vocab_size, path)
+            # Renamed into place: where locks do not work (some network disks) the last one wins,
+            # and all write the same.
+            temporary = path.with_suffix(f".{os.getpid()}.tmp")
+            train_bpe(texts, vocab_size).save(str(temporary))
+            temporary.replace(path)
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(path), bos_token=END, eos_token=END, pad_token=PAD
+    )
+
+
+def train_bpe(texts: Sequence[str], vocab_size: int) -> Any:
+    """A `tokenizers.Tokenizer`; the same on any machine for the same arguments."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, seen or not
+        show_progress=False,
+    )
+    every = -(-sum(map(len, texts)) // TRAINED_ON)
+    tokenizer.train_from_iterator(texts[:: max(every, 1)], trainer)
+    return tokenizer
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "evenstep"
+
+
+def identity(tokenizer: Any) -> str:
+    """A hash of all that decides how a tokenizer reads text."""
+    special = sorted(tokenizer.special_tokens_map.items())
+    return hashlib.sha256(f"{_serialised(tokenizer)}{special}".encode()).hexdigest()[:16]
+
+
+def _serialised(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # not that of a Python tokenizer
+    return backend.to_str() if backend else repr(sorted(tokenizer.get_vocab().items()))
+
+
+def _fingerprint(texts: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,151 @@
+"""`data: {name: streaming}`: every format, and what a user may get wrong."""
+
+import gzip
+import json
+
+from evenstep.config_file import load
+from evenstep.datasets import _lines, streaming
+from evenstep.streams import Streams
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+ROWS = [{"text": f"row {i}, " + "é" * (i % 13)} for i in range(40)]
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS)
+TXT = "".join(row["text"] + "\n" for row in ROWS)
+
+
+def built(*sources, **keys):
+    given = [source if isinstance(source, dict) else {"name": str(source)} for source in sources]
+    config = streaming.Config.model_validate({"name": "streaming", "sources": given, **keys})
+    return streaming.build(config)
+
+
+def epoch(streams, num_streams=2):
+    """The rows of an epoch of the first source, over all streams."""
+    found = []
+    for stream in streams.open(range(num_streams), num_streams, 0, {}):
+        row = stream.draw()
+        while stream.state()["sources"][0]["epoch"] == 0:
+            found.append(row)
+            row = stream.draw()
+    return sorted(found, key=str)
+
+
+def write(path, rows=ROWS):
+    jsonl = "".join(json.dumps(row) + "\n" for row in rows)
+    txt = "".join(row["text"] + "\n" for row in rows)
+    name = path.name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    elif name.endswith(".arrow"):
+        with pa.OSFile(str(path), "wb") as sink:
+            table = pa.Table.from_pylist(rows)
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress((jsonl if ".jsonl" in name else txt).encode()))
+    else:
+        path.write_text(txt if name.endswith(".txt") else jsonl, encoding="utf-8")
+    return path
+
+
+KINDS = ["parquet", "arrow", "jsonl", "json", "txt", "jsonl.gz", "txt.gz"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_gives_each_row_once(tmp_path, kind):
+    for part in range(3):
+        write(tmp_path / f"part-{part}.{kind}", ROWS[part::3])
+    splits = built(tmp_path / f"part-*.{kind}", shuffle_buffer=8)
+    assert isinstance(splits.train, Streams)
+    assert epoch(splits.train) == sorted(ROWS, key=str)
+    assert splits.eval is None
+
+
+def test_a_folder_as_on_the_hub_has_splits(tmp_path):
+    write(tmp_path / "train-00000-of-00001.parquet")
+    write(tmp_path / "validation-00000-of-00001.parquet", ROWS[:9])
+    location = {"name": str(tmp_path), "split": "validation"}
+    splits = built(tmp_path, eval=location, eval_rows=5)
+    assert epoch(splits.train) == sorted(ROWS, key=str)
+    assert isinstance(splits.eval, Dataset)
+    assert splits.eval.to_list() == ROWS[:5]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10**6])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_ranges_of_bytes_have_each_line_once(tmp_path, monkeypatch, size, end):
+    monkeypatch.setattr(_lines, "RANGE", size)
+    file = tmp_path / "a.txt"
+    lines = ["first", "", "é" * 50, *(row["text"] for row in ROWS), "the end"]
+    file.write_bytes(end.join(lines).encode())  # no end after the last line
+    source = _lines.dataset([file], as_json=False)
+    assert source.num_shards == -(-file.stat().st_size // size)
+    assert [row["text"] for row in source] == lines
+
+
+def test_blank_lines_are_no_objects(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n  \n{"a": 2}')
+    assert list(_lines.dataset([tmp_path / "a.jsonl"], as_json=True)) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"a": 1}\n{"a": \n', "byte 9 is not JSON"),
+        (b'{"a": 1}\n[2]\n', "byte 9 is no JSON object"),
+        (b'{"a": 1}\n{"a": "\xe9"}\n', "byte 9 is not UTF-8"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, content, said):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(RuntimeError, match=f"a.jsonl: the line at {said}"):
+        list(_lines.dataset([tmp_path / "a.jsonl"], as_json=True))
+
+
+def test_a_resume_in_a_large_file_reads_its_range_and_a_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(_lines, "RANGE", 1000)
+    rows = [{"number": i} for i in range(10_000)]  # about 60 lines a range
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = []
+    source = _lines.dataset([file], as_json=True).map(lambda row: read.append(1) or row)
+    streams = Streams([source], shuffle_buffer=64)
+    (stream,) = streams.open([1], 4, 0, {})
+    for _ in range(2000):
+        stream.draw()
+    state, expected = stream.state(), [stream.draw() for _ in range(10)]
+    read.clear()
+    (resumed,) = streams.open([1], 4, 0, {"1": state})
+    assert [resumed.draw() for _ in range(10)] == expected
+    assert len(read) <= 60 + 3 * 64
+
+
+def test_what_is_not_there_or_cannot_be_streamed_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("text\nhello\n")
+    with pytest.raises(ValueError, match=r"cannot stream files that end in .csv"):
+        built(tmp_path / "a.csv")
+    write(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"end in .csv, .txt; give files of one kind"):
+        built(tmp_path / "a.*")
+    with pytest.raises(ValueError, match="no local file, folder or pattern, and on the hub"):
+        built("nobody/nothing-of-this-name")
+    write(tmp_path / "empty.jsonl", [])
+    with pytest.raises(ValueError, match="no rows to evaluate on"):
+        built(tmp_path / "a.txt", eval={"name": str(tmp_path / "empty.jsonl")})
+
+
+def test_a_run_config_lists_sources(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    text = "task: {name: streaming_config, data: {name: streaming, sources: [%s]}}\n"
+    text += "global_batch_size: 8\nmicro_batch_size: 2\nsteps: 5\n"
+    path.write_text(text % "{name: /a, weight: 3}, {name: b/c, revision: abc}")
+    config, _ = load([str(path)])
+    assert [source.weight for source in config.task.data.sources] == [3.0, 1.0]
+    assert config.task.data.sources[1].revision == "abc"
+    path.write_text(text % "{name: /a, wieght: 3}")
+    with pytest.raises(ValueError, match="wieght"):
+        load([str(path)])
