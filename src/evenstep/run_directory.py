@@ -28,6 +28,7 @@ class Progress(Protocol):
     seconds: float
     metrics: dict[str, Any]
     best: dict[str, Any] | None
+    stopped_early: str | None
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class RunDirectory:
             "step": state.step,
             "metrics": state.metrics,
             "best": state.best,
+            "stopped_early": state.stopped_early,
             "seconds": state.seconds,
             "weights_sha256": weights_sha256,
         }

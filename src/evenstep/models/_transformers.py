@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from evenstep.lora import Lora, adapted
 from evenstep.sections import Section
 
 from pydantic import Field
@@ -26,6 +27,9 @@ class TransformersConfig(Section):
     trust_remote_code: bool = False
     """Run code that the model's repository brings along. Read it before you do."""
 
+    lora: Lora | None = None
+    """Train small matrices beside the frozen weights (peft), and the head; null for all weights."""
+
 
 def fresh(
     section: TransformersConfig, auto: Any, *, usual: Mapping[str, Any] = {}, **needed: Any
@@ -42,7 +46,7 @@ def fresh(
     fitting = {key: value for key, value in usual.items() if hasattr(default, key)}
     model_config = AutoConfig.for_model(section.name, **{**fitting, **section.config, **needed})
     model: nn.Module = auto.from_config(model_config)
-    return model
+    return adapted(model, section.lora)
 
 
 def read_config(section: TransformersConfig) -> Any:
@@ -71,7 +75,7 @@ def pretrained(section: TransformersConfig, auto: Any, model_config: Any) -> nn.
         dtype=torch.float32,  # by default the one in which the weights were saved, often bf16
         **_source(section),
     )
-    return model
+    return adapted(model, section.lora)
 
 
 def _source(section: TransformersConfig) -> Mapping[str, Any]:
