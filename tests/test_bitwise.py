@@ -7,7 +7,7 @@ import pytest
 from launching import command, kill_session, metrics, run, started, summary, train, write_config
 from test_exact import NOT_COMPARED, newest_step, wait_for_step
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("bitwise")]  # one makes the fixture
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 from launching import command, kill_session, metrics, run, started, summary, train, write_config
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("exact")]  # one makes the fixture
 NOT_COMPARED = "train/samples_per_second"
 
 

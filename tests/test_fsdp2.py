@@ -251,7 +251,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("fsdp2")]  # one makes the fixture
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 

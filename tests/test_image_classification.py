@@ -18,6 +18,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+pytestmark = pytest.mark.xdist_group("image_classification")  # one process makes its fixture
+
 TINY_VIT = {
     "name": "vit",
     "config": {

@@ -15,6 +15,8 @@ from accelerate import Accelerator
 from launching import command, metrics, run, summary, train, write_config
 from torch import nn
 
+pytestmark = pytest.mark.xdist_group("memory")  # one process makes its fixture
+
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB"
 CPU = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "

@@ -25,6 +25,8 @@ from launching import ROOT, command, metrics, run, summary, write_config
 from safetensors.torch import load_file
 from torch import nn
 
+pytestmark = pytest.mark.xdist_group("recipes_training")  # one process makes its fixture
+
 # --- freezing ------------------------------------------------------------------------------------
 
 

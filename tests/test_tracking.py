@@ -14,6 +14,8 @@ from evenstep.replay import JsonLines
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("tracking")  # one process makes its fixture
+
 # Three lives of one run: an exception after step 30, a resume from a checkpoint of step 10 that
 # ends in sys.exit(0), and a resume from step 40 that finishes.
 THREE_LIVES = """

@@ -17,6 +17,8 @@ import yaml
 from launching import ROOT, command, run, write_config
 from torch import nn
 
+pytestmark = pytest.mark.xdist_group("zero")  # one process makes its fixture
+
 STAGES = [1, 2, 3]
 MICRO_BATCHES = 4
 STEPS = 6

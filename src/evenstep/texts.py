@@ -9,8 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TextSplits:
-    """Each split is a `datasets.Dataset`, or something else with a length, rows by number as dicts
-    of column -> value, and `column_names`."""
+    """Each split is a `datasets.Dataset` with a column for each text, and perhaps one of labels."""
 
     train: Any
     eval: Any | None
