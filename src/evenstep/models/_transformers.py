@@ -78,6 +78,22 @@ def pretrained(section: TransformersConfig, auto: Any, model_config: Any) -> nn.
     return adapted(model, section.lora)
 
 
+def check_text_fits(
+    section: TransformersConfig, model: Any, *, num_tokens: int, length: int, length_key: str
+) -> None:
+    """Raises ValueError for a tokenizer, or texts of `length` tokens, that the weights cannot read;
+    `length_key` sets the length."""
+    text_config = model.config.get_text_config()
+    if num_tokens > text_config.vocab_size:
+        raise ValueError(
+            f"{section.name} has {text_config.vocab_size} tokens, the tokenizer {num_tokens}; "
+            "task.tokenizer=auto takes the model's own"
+        )
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if longest and length > longest:
+        raise ValueError(f"{section.name} reads at most {longest} tokens: {length_key}={longest}")
+
+
 def _source(section: TransformersConfig) -> Mapping[str, Any]:
     return {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
 

@@ -29,7 +29,13 @@ def build(config: Config, *, tokenizer: Any, sequence_length: int) -> nn.Module:
     """Raises ValueError for unknown names and configuration keys, and for a tokenizer or sequences
     that do not fit the weights."""
     model: Any = _model(config, tokenizer, sequence_length)
-    _check_fit(config, model.config.get_text_config(), len(tokenizer), sequence_length)
+    _transformers.check_text_fits(
+        config,
+        model,
+        num_tokens=len(tokenizer),
+        length=sequence_length,
+        length_key="task.sequence_length",
+    )
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     # That token's row gets no gradient; but it may be the one that ends documents as well.
     model.get_input_embeddings().padding_idx = None
@@ -48,16 +54,3 @@ def _model(config: Config, tokenizer: Any, sequence_length: int) -> nn.Module:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     special = {name: getattr(tokenizer, name) for name in names}
     return _transformers.fresh(config, AutoModelForCausalLM, usual=usual, **special)
-
-
-def _check_fit(config: Config, text_config: Any, num_tokens: int, sequence_length: int) -> None:
-    if num_tokens > text_config.vocab_size:
-        raise ValueError(
-            f"{config.name} has {text_config.vocab_size} tokens, the tokenizer {num_tokens}; "
-            "task.tokenizer=auto takes the model's own"
-        )
-    longest = getattr(text_config, "max_position_embeddings", None)
-    if longest and sequence_length > longest:
-        raise ValueError(
-            f"{config.name} reads at most {longest} tokens: task.sequence_length={longest}"
-        )

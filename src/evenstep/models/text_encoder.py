@@ -52,16 +52,7 @@ def build(config: Config, *, tokenizer: Any, max_length: int, num_labels: int) -
         model = _transformers.pretrained(config, AutoModelForSequenceClassification, model_config)
     # A decoder finds the last token of a text by it, and GPT-2 has none of its own.
     model.config.pad_token_id = tokenizer.pad_token_id
-    _check_fit(config, model.config.get_text_config(), len(tokenizer), max_length)
+    _transformers.check_text_fits(
+        config, model, num_tokens=len(tokenizer), length=max_length, length_key="task.max_length"
+    )
     return model  # type: ignore[no-any-return]
-
-
-def _check_fit(config: Config, text_config: Any, num_tokens: int, max_length: int) -> None:
-    if num_tokens > text_config.vocab_size:
-        raise ValueError(
-            f"{config.name} has {text_config.vocab_size} tokens, the tokenizer {num_tokens}; "
-            "task.tokenizer=auto takes the model's own"
-        )
-    longest = getattr(text_config, "max_position_embeddings", None)
-    if longest and max_length > longest:
-        raise ValueError(f"{config.name} reads at most {longest} tokens: task.max_length={longest}")
