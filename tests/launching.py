@@ -34,8 +34,11 @@ EXACT = {
 def command(
     processes: int, *arguments: str, hardware: str = "", script: Path = ROOT / "train.py"
 ) -> list[str]:
-    """`accelerate launch` of P processes with a shipped hardware file, by default on the CPU."""
-    name = hardware or ("cpu" if processes == 1 else "cpu_2")
+    """`accelerate launch` of P processes with a shipped hardware file, by default on the CPU; one
+    process without a hardware file is the script alone, which spares the launcher's start-up."""
+    if processes == 1 and not hardware:
+        return ["env", "ACCELERATE_USE_CPU=true", sys.executable, str(script), *arguments]
+    name = hardware or "cpu_2"
     file = ROOT / "accelerate_configs" / f"{name}.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     several = ["--num_processes", str(processes), "--main_process_port", "0"]

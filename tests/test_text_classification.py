@@ -528,6 +528,37 @@ def test_only_the_tokens_of_a_bpe_can_be_split(bpe):
         )
 
 
+# The small network
+
+
+def test_networks_of_a_text_cnn_share_nothing_and_their_votes_are_averaged(binary):
+    """In training a sample teaches one of them; in evaluation padding changes no vote."""
+    a_task = task(binary, model={"name": "text_cnn", "members": 3, "width": 4, "dropout": 0.0})
+    torch.manual_seed(0)
+    model = a_task.model().eval()
+    one, many = batch(a_task, [0]), batch(a_task, range(8))
+    model.train().embedding_dropout.p = 0.0
+    votes = torch.cat([model(**one["inputs"]) for _ in range(40)]).unique(dim=0)
+    assert len(votes) == 3
+    torch.testing.assert_close(votes.mean(0), model.eval()(**one["inputs"])[0])
+    torch.testing.assert_close(model(**many["inputs"])[0], model(**one["inputs"])[0])
+
+    a_task.loss(model.train(), one).backward()
+    taught = model.embedding.weight.grad.view(-1, 3, 4).abs().amax((0, 2)) > 0
+    assert taught.sum() == 1
+
+
+def test_a_text_cnn_is_exported_with_all_that_builds_it_again(binary, tmp_path):
+    a_task = task(binary, model={"name": "text_cnn", "members": 2, "width": 4})
+    a_task.export(a_task.model(), tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert described["model"]["members"] == 2
+    assert described["id2label"] == {"0": "0", "1": "1"}
+    assert (tmp_path / "tokenizer.json").exists()
+    with pytest.raises(ValueError, match="odd number"):
+        task(binary, model={"name": "text_cnn", "kernel_size": 2}).model()
+
+
 # Whole runs
 
 
