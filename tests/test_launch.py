@@ -21,7 +21,8 @@ ACCELERATE = ["-m", "accelerate.commands.launch"]
 
 def launch(processes, *arguments):
     """`python -m evenstep.launch` with what `accelerate launch` would get."""
-    python, *rest = command(processes, *arguments)
+    hardware = "cpu" if processes == 1 else "cpu_2"
+    python, *rest = command(processes, *arguments, hardware=hardware)
     assert rest[:2] == ACCELERATE
     return [python, "-m", "evenstep.launch", *rest[2:]]
 

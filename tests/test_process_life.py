@@ -44,7 +44,10 @@ def test_a_signal_to_the_launcher_leads_to_a_checkpoint(tmp_path, processes, num
     """CASES 5: an agreed step, `stopped`, a return code to requeue on, no orphan; then a resume."""
     config = str(write_config(tmp_path, save_every=None, steps=80))
     run_dir = tmp_path / "runs" / "stopped"
-    again = command(processes, config, "name=stopped", "task.seconds_per_batch=0.03")
+    hardware = "cpu" if processes == 1 else "cpu_2"
+    again = command(
+        processes, config, "name=stopped", "task.seconds_per_batch=0.03", hardware=hardware
+    )
     with started(again) as process:
         wait_until(lambda: logged(run_dir) > 3)
         process.send_signal(number)
@@ -164,6 +167,7 @@ def test_bad_input_is_one_line_not_a_traceback(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.timeout(600)
 def test_twenty_runs_on_two_processes_all_end_well(tmp_path):
     """CASES 2: a process group that is not taken down ends with -6 now and then."""
     write_config(tmp_path, steps=1)
