@@ -98,7 +98,7 @@ def stream_batches(
     numbers = range(hardware.rank, plan.num_micro_batches, hardware.num_processes)
     for number in states.keys() - {str(number) for number in numbers}:
         del states[number]  # another process's, and out of date from its next step on
-    turns = Turns(task, plan, numbers, steps, dict(states), partial(_collate_counted, task, cast))
+    turns = Turns(task, plan, numbers, steps, dict(states), _counted(task, cast))
     return stream_loader(turns, states, hardware.device, **loader_options)
 
 
@@ -109,7 +109,7 @@ def train_loader(
     return DataLoader(
         PlannedDataset(task.train_dataset, plan, task.augment),  # type: ignore[arg-type]
         batch_sampler=MicroBatches(plan, first_step, last_step),
-        collate_fn=partial(_collate_counted, task, cast),
+        collate_fn=_counted(task, cast),
         **loader_options,
     )
 
@@ -129,23 +129,32 @@ def eval_loader(
     return DataLoader(
         IndexedDataset(task.eval_dataset),  # type: ignore[arg-type]
         batch_sampler=EvalBatches(len(task.eval_dataset), batch_size, num_processes),
-        collate_fn=partial(_collate_indexed, task, cast),
+        collate_fn=partial(_collate_indexed, task.collate, cast),
         **loader_options,
     )
 
 
-def _collate_counted(task: Task, cast: Cast, samples: Sequence[Any]) -> tuple[float, Batch]:
-    batch = task.collate(samples)
-    if task.mix:
-        batch = task.mix(batch)
-    return float(task.count(batch)), cast(batch)  # a tensor too, which would move to the device
+def _counted(task: Task, cast: Cast) -> Callable[[Sequence[Any]], tuple[float, Batch]]:
+    # Not the task: where workers are not forked (macOS) all that is bound here has to be pickled.
+    return partial(_collate_counted, task.collate, task.mix, task.count, cast)
+
+
+def _collate_counted(
+    collate: Callable[[Sequence[Any]], Batch],
+    mix: Callable[[Batch], Batch] | None,
+    count: Callable[[Batch], float],
+    cast: Cast,
+    samples: Sequence[Any],
+) -> tuple[float, Batch]:
+    batch = mix(collate(samples)) if mix else collate(samples)
+    return float(count(batch)), cast(batch)  # a tensor too, which would move to the device
 
 
 def _collate_indexed(
-    task: Task, cast: Cast, rows: Sequence[tuple[int, Any]]
+    collate: Callable[[Sequence[Any]], Batch], cast: Cast, rows: Sequence[tuple[int, Any]]
 ) -> tuple[list[int], Batch]:
     indices, samples = zip(*rows, strict=True)
-    return list(indices), cast(task.collate(samples))
+    return list(indices), cast(collate(samples))
 
 
 class MicroBatches:

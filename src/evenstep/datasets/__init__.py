@@ -1,4 +1,5 @@
-"""Datasets: one file each, found by file name. Hub ids and local paths are `huggingface`."""
+"""Datasets: one file each, found by file name. Hub ids and local paths are `huggingface` for tasks
+on images, `text` for those on text."""
 
 from __future__ import annotations
 
