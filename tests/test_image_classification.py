@@ -337,3 +337,9 @@ def test_models_with_an_output_object_are_trained_and_scored(tmp_path):
     vit.loss(model, four).backward()
     assert all(p.grad is not None for p in model.parameters())
     assert vit.score(model, four)["prediction"].shape == (4,)
+
+
+def test_rows_of_text_are_no_images(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match="has rows of text, and no images"):
+        task({"name": "streaming", "sources": [{"name": str(tmp_path / "train.jsonl")}]})

@@ -621,3 +621,9 @@ def test_one_run_on_one_process_and_on_two(tmp_path):
     weights, others = (load_file(folder / "final/model.safetensors") for folder in (one, two))
     for key, value in weights.items():
         torch.testing.assert_close(value, others[key], rtol=0, atol=1e-9)
+
+
+def test_a_stream_is_refused_before_anything_is_read(binary):
+    source = {"name": str(binary / "train.jsonl")}
+    with pytest.raises(ValueError, match="text_classification reads no streams"):
+        task("streaming", data={"sources": [source]})

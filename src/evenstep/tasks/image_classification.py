@@ -40,6 +40,7 @@ from evenstep.mixing import mixing
 from evenstep.orders import balanced
 from evenstep.sections import Section
 from evenstep.task import Named, Table, Task, find_module
+from evenstep.texts import TextSplits
 
 import numpy as np
 import torch
@@ -143,7 +144,10 @@ class Config(Section):
 
 def build(config: Config) -> Task:
     """Raises ValueError for data that cannot be trained on."""
-    splits: ImageSplits = find_module("datasets", config.data.name).build(config.data)
+    data = find_module("datasets", config.data.name)
+    splits: ImageSplits | TextSplits = data.build(config.data)
+    if isinstance(splits, TextSplits):
+        raise ValueError(f"task.data.name={config.data.name} has rows of text, and no images")
     sources = [source for source in (splits.train, splits.eval) if source is not None]
     size, resizes = config.image_size or common_size(*sources), config.image_size is not None
     train, *held_out = (

@@ -22,6 +22,7 @@ from evenstep import text_metrics, tokenization
 from evenstep.classification import class_weights_of, num_targets, summed_cross_entropy
 from evenstep.orders import balanced, length_grouped
 from evenstep.sections import Section
+from evenstep.streams import Streams
 from evenstep.task import Named, Task, find_module
 from evenstep.text_augmentation import token_noise
 from evenstep.text_labels import Kind, Labels, labels_of
@@ -114,6 +115,11 @@ class Config(Section):
 def build(config: Config) -> Task:
     """Raises ValueError for data that cannot be trained on."""
     splits: TextSplits = find_module("datasets", config.data.name, "text").build(config.data)
+    if isinstance(splits.train, Streams):
+        raise ValueError(
+            "text_classification reads no streams, since all labels have to be known before "
+            "training; give task.data.name a hub id, a file or a folder"
+        )
     columns = text_columns(config.text_columns, splits.train, config.data.name)
     labels = labels_of(config.kind, config.label_column, splits.train, "train")
     _refuse_unused(config, labels.kind)
