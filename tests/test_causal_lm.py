@@ -297,3 +297,19 @@ def assert_loads(folder):
     (ids,) = packing.plain(["def x"], tokenizer)
     assert tokenizer.decode(ids) == "def x"
     assert model.config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_adapters_train_on_packed_documents(texts):
+    """LoRA wraps the model; that it tells documents apart has to be seen through the wrapper."""
+    model = {"name": "llama", "config": SMALL, "lora": {"r": 2}}
+    task = causal_lm.build(configured(texts, model=model))
+    trained = task.model()
+    task.loss(trained, task.collate([task.train_dataset[0], task.train_dataset[1]])).backward()
+    assert all("lora" in name for name, p in trained.named_parameters() if p.requires_grad)
+
+
+def test_a_diverged_model_still_writes_a_sample(texts):
+    task = causal_lm.build(configured(texts))
+    model = Uniform(280)
+    torch.nn.init.constant_(model.scale, math.nan)
+    assert isinstance(task.sample(model), str)

@@ -627,3 +627,23 @@ def test_a_stream_is_refused_before_anything_is_read(binary):
     source = {"name": str(binary / "train.jsonl")}
     with pytest.raises(ValueError, match="text_classification reads no streams"):
         task("streaming", data={"sources": [source]})
+
+
+def test_one_class_of_several_labels_is_judged_by_itself():
+    """scikit-learn takes one column for two classes, and would praise a model that finds none."""
+    label, prediction = np.array([[1], [0], [0], [0]]), np.zeros((4, 1), dtype=int)
+    losses, probabilities = np.zeros(4), np.zeros((4, 1))
+    table = {"label": label, "prediction": prediction, "loss": losses}
+    found = text_metrics.multi_label({**table, "probabilities": probabilities})
+    assert found["macro_f1"] == found["micro_f1"] == 0
+
+
+def test_a_missing_label_column_is_named(binary):
+    with pytest.raises(ValueError, match="no column 'labels'; set task.label_column to one of"):
+        task(binary, label_column="labels")
+
+
+def test_the_smallest_mean_error_is_the_best(tmp_path):
+    rows = [{"text": word, "label": number / 4} for number, word in enumerate("abcdefg")]
+    a_task = task(written(tmp_path / "numbers", rows), best_metric="mae", kind="regression")
+    assert not a_task.higher_is_better

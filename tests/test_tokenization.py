@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 from evenstep import packing, tokenization
 from evenstep.datasets import stdlib
@@ -118,3 +119,15 @@ def test_files_that_are_no_utf8_or_empty_are_left_out(tmp_path):
     (tmp_path / "empty.py").write_bytes(b"")
     (tmp_path / "latin.py").write_bytes("é".encode("latin-1"))
     assert stdlib.read(tmp_path) == {"a.py": "x = 1\r\n", "b/c.py": "x = 1\r\n"}
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [("bert", "bpe"), ("text_cnn", "bpe"), ("roberta-base", "roberta-base"), ("a/b", "a/b")],
+)
+def test_auto_is_the_tokenizer_of_a_model_that_has_weights(model, expected):
+    section = SimpleNamespace(name=model, revision="v1", trust_remote_code=True)
+    name, source = tokenization.chosen("auto", section, "text_encoder")
+    assert name == expected
+    has_own = {"revision": "v1", "trust_remote_code": True}
+    assert source == (has_own if expected == model else {})

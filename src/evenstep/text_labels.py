@@ -77,6 +77,11 @@ def _classes(kind: Kind, values: Sequence[Any], split: str) -> list[Any]:
 
 def _values(rows: Any, column: str) -> tuple[list[Any], list[str] | None]:
     """The labels of a split, and the names of the classes where its features declare them."""
+    if column not in rows.column_names:
+        raise ValueError(
+            f"the data has no column {column!r}; set task.label_column to one of: "
+            f"{', '.join(rows.column_names)}"
+        )
     values = rows[column][:]
     features = getattr(rows, "features", None) or {}
     feature = features.get(column)
@@ -100,7 +105,7 @@ def _one(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label 
 def _several(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label | None]:
     labels: list[Label | None] = []
     for row, value in enumerate(_values(rows, column)[0]):
-        own = None if value is None else _listed(value)
+        own = None if _missing(value) else _listed(value)
         if unknown := set(own or ()) - set(label_map.numbers):
             raise ValueError(
                 f"row {row} of split {split!r} has the label(s) {sorted(map(str, unknown))}, which "
@@ -135,6 +140,7 @@ def _number(value: Any) -> float:
 
 def _flag(value: Any) -> float:
     flags: Mapping[str, float] = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0}
+    flags = {**flags, "0.0": 0.0, "1.0": 1.0}  # as pandas writes a column with a missing value
     if str(value).lower() not in flags:
         raise ValueError("a column of its own for each class holds 0 or 1, or true or false")
     return flags[str(value).lower()]

@@ -83,6 +83,8 @@ def _mean(values: Array) -> float:
 def _f1(label: Array, prediction: Array, average: str) -> float:
     from sklearn import metrics
 
+    if label.ndim == 2 and label.shape[1] == 1:  # which scikit-learn takes for two classes
+        label, prediction, average = label[:, 0], prediction[:, 0], "binary"
     return float(metrics.f1_score(label, prediction, average=average, zero_division=0.0))
 
 
@@ -97,6 +99,6 @@ def _mcc(label: Array, prediction: Array) -> float:
 def _auroc(label: Array, probability: Array) -> float:
     from sklearn import metrics
 
-    if len(np.unique(label)) < 2:
+    if len(np.unique(label)) < 2 or not np.isfinite(probability).all():
         return math.nan
     return float(metrics.roc_auc_score(label, probability))

@@ -9,11 +9,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evenstep.task import find_module
+
 END, PAD = "<|endoftext|>", "<|pad|>"
 TRAINED_ON = 100_000_000
 """Characters that a BPE is trained on; more change few of its merges."""
 
 logger = logging.getLogger(__name__)
+
+
+def chosen(tokenizer: str, model: Any, fallback: str) -> tuple[str, dict[str, Any]]:
+    """What a task's `tokenizer` and `model` sections ask for: "bpe", or a hub id or folder, with
+    the arguments of `pretrained`. `auto` is the model's own, unless it is built afresh."""
+    name = tokenizer
+    if name == "auto":
+        types = getattr(find_module("models", model.name, fallback), "model_types", None)
+        name = model.name if types and model.name not in types() else "bpe"
+    if name != model.name:
+        return name, {}
+    return name, {key: getattr(model, key) for key in ("revision", "trust_remote_code")}
 
 
 def pretrained(

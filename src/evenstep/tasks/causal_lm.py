@@ -55,7 +55,7 @@ class Config(Section):
     vocab_size: int = Field(default=4096, ge=258)
     """Tokens of a BPE that is trained here; 256 stand for bytes, 2 end and pad documents."""
 
-    sequence_length: int = Field(default=512, ge=2)
+    sequence_length: int = Field(default=512, ge=4)
     """Tokens of a sequence; longer documents are cut."""
 
     packing: bool = True
@@ -113,15 +113,11 @@ def build(config: Config) -> Task:
 
 
 def make_tokenizer(config: Config, train: Any) -> Any:
-    name = config.tokenizer
-    if name == "auto":
-        has_own = "/" in config.model.name or Path(config.model.name).is_dir()
-        name = config.model.name if has_own else "bpe"
+    name, source = tokenization.chosen(config.tokenizer, config.model, "causal_lm")
     if name == "bpe":
         texts = list(packing.texts(train, config.text_column))
         return tokenization.byte_level_bpe(texts, config.vocab_size)
-    revision = getattr(config.model, "revision", None) if name == config.model.name else None
-    return tokenization.pretrained(name, revision)
+    return tokenization.pretrained(name, **source)
 
 
 def build_model(config: Config, tokenizer: Any) -> nn.Module:
@@ -140,7 +136,9 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
 @torch.no_grad()
 def keeps_documents_apart(model: nn.Module) -> bool:
     """Whether a document has the same logits after another one in its sequence as it has alone."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    whole: Any = model
+    base = whole.get_base_model() if hasattr(model, "get_base_model") else whole  # under LoRA
+    if "position_ids" not in inspect.signature(base.forward).parameters:
         return False
     was_training = model.training
     model.eval()
@@ -207,7 +205,8 @@ def sample(config: Config, tokenizer: Any, model: nn.Module) -> str:
     ids = ids.to(next(model.parameters()).device)
     for place in range(len(prompt), length):
         logits = _logits(model, {"input_ids": ids})[0, place - 1]
-        ids[0, place] = torch.multinomial(logits.softmax(0), 1)
+        # Equally likely, should the model have diverged: all processes still run as many forwards.
+        ids[0, place] = torch.multinomial(logits.softmax(0).nan_to_num(1.0), 1)
     return str(tokenizer.decode(ids[0, 1:]))
 
 

@@ -146,7 +146,7 @@ def build(config: Config) -> Task:
         score=partial(score, labels.kind),
         summarize=text_metrics.SUMMARIES[labels.kind],
         best_metric=best_metric,
-        higher_is_better=best_metric != "loss",
+        higher_is_better=best_metric not in ("loss", "mae"),
         augment=token_noise(
             tokenizer,
             splitting=config.token_splitting,
@@ -175,14 +175,10 @@ def _refuse_unused(config: Config, kind: Kind) -> None:
 
 
 def make_tokenizer(config: Config, train: Any, columns: Sequence[str]) -> Any:
-    name = config.tokenizer
-    if name == "auto":
-        has_own = "/" in config.model.name or Path(config.model.name).is_dir()
-        name = config.model.name if has_own else "bpe"
+    name, source = tokenization.chosen(config.tokenizer, config.model, "text_encoder")
     if name != "bpe":
-        revision = getattr(config.model, "revision", None) if name == config.model.name else None
-        return tokenization.pretrained(name, revision, needs_end=False)
-    texts = [text for column in columns for text in train[column] if text]
+        return tokenization.pretrained(name, **source, needs_end=False)
+    texts = [text for column in columns for text in train[column] if isinstance(text, str) and text]
     return for_pairs(tokenization.byte_level_bpe(texts, config.vocab_size))
 
 
