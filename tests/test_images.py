@@ -166,8 +166,12 @@ def test_images_in_memory_read_many_at_once_as_one_by_one():
         assert torch.equal(image, images[index][0])
 
 
-@pytest.mark.parametrize(("limit", "reads"), [(4 * 3 * 8 * 8, 4), (4 * 3 * 8 * 8 - 1, 8)])
-def test_images_that_fit_into_the_memory_allowed_are_read_once(monkeypatch, limit, reads):
+@pytest.mark.parametrize(
+    ("limit", "pure", "reads"),
+    [(4 * 3 * 8 * 8, True, 4), (4 * 3 * 8 * 8 - 1, True, 8), (4 * 3 * 8 * 8, False, 8)],
+)
+def test_images_that_fit_into_the_memory_allowed_are_read_once(monkeypatch, limit, pure, reads):
+    """But not those of a source that may draw: it gives others in the next epoch."""
     monkeypatch.setattr("evenstep.images.KEPT_BYTES", limit)
     read = []
 
@@ -177,6 +181,7 @@ def test_images_that_fit_into_the_memory_allowed_are_read_once(monkeypatch, limi
             return super().__getitem__(index)
 
     source = Source((picture((9, index, 0), size=(8, 8)), index) for index in range(4))
+    source.pure = pure
     images = ImageDataset(source, channels=3, size=8, resizes=False, on_error="stop")
     first, second = ([images[index] for index in range(4)] for _ in range(2))
     assert len(read) == reads

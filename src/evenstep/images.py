@@ -152,7 +152,9 @@ class ImageDataset:
         self.source, self.channels, self.size = source, channels, size
         self.resizes, self.on_error = resizes, on_error
         self._warned: set[int] = set()
-        self._keeps = len(source) * channels * size * size <= KEPT_BYTES
+        # Only a source that says so gives the same image each time: others may draw.
+        small = len(source) * channels * size * size <= KEPT_BYTES
+        self._keeps = small and getattr(source, "pure", False)
         self._kept: dict[int, Sample] = {}
 
     def __len__(self) -> int:

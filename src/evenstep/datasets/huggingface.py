@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from evenstep.datasets import _image_folder, _tables
 from evenstep.datasets._tables import EVAL_SPLITS, Tables, TablesConfig
@@ -43,6 +43,7 @@ class Rows:
     labels: Sequence[int]  # of the whole split
     rows: Sequence[int]
     split: str
+    pure: ClassVar[bool] = True  # a row is the same image each time
 
     def __len__(self) -> int:
         return len(self.rows)
