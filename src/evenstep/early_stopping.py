@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +32,10 @@ class Watched:
         return float(value)
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best by more than min_delta; a NaN never is."""
-        if best is None:
-            return value == value
+        """Whether a value is better than the best by more than min_delta. What is not finite never
+        is; nor would a checkpoint hold it."""
+        if best is None or not math.isfinite(value):
+            return math.isfinite(value)
         gain = value - best if self.higher_is_better else best - value
         return gain > self.rule.min_delta
 

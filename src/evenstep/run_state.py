@@ -82,7 +82,8 @@ class RunState:
         self.metrics = metrics
         value = float(metrics[best_metric])
         before = self.best["value"] if self.best else math.inf * (-1 if higher_is_better else 1)
-        if value > before if higher_is_better else value < before:  # never true of a NaN
+        better = value > before if higher_is_better else value < before
+        if better and math.isfinite(value):  # a checkpoint holds no infinity
             self.best = {"metric": best_metric, "value": value, "step": self.step}
         if watched := early_stopping.watched(rule, task):
             self._watch(watched)
