@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 
-from evenstep.image_models import logits_of
+from evenstep.classification import logits_of
 from evenstep.images import class_numbers
 from evenstep.labels import IGNORED
 from evenstep.models.resnet18 import with_drop_path
@@ -218,7 +218,7 @@ def test_each_kind_of_model_has_its_key_for_stochastic_depth(model):
             nn.init.ones_(module.layer_scale_parameter)
     images = torch.rand(1, 1, 32, 32).expand(16, -1, -1, -1)
     with torch.no_grad():
-        logits = logits_of(built, images)
+        logits = logits_of(built(images))
     assert len(logits.round(decimals=3).unique(dim=0)) > 1  # equal images, other paths
 
 

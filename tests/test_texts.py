@@ -97,16 +97,27 @@ def test_a_file_without_a_header_line_gets_its_columns_from_the_config(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("suffix", "content", "message"),
     [
-        ("text,label\na,1\n\nb\nc,0\n", r"train.csv, line 4: 1 fields where there are 2 columns"),
-        ("text,label\na,1,x\n", r"line 2: 3 fields.*\(text, label\)"),
-        ("text,text\na,1\n", r"not all different.*task.data.columns"),
-        ('text,label\n"a,1\nb,0\n', r"line 3: unexpected end of data"),
+        (
+            "csv",
+            "text,label\na,1\n\nb\nc,0\n",
+            r"train.csv, line 4: 1 fields where there are 2 columns",
+        ),
+        ("csv", "text,label\na,1,x\n", r"line 2: 3 fields.*\(text, label\)"),
+        ("csv", "text,text\na,1\n", r"not all different.*task.data.columns"),
+        ("csv", 'text,label\n"a,1\nb,0\n', r"line 3: unexpected end of data"),
+        ("jsonl", '{"text": "a"}\n{"text": \n', r"train.jsonl, line 2: not JSON"),
+        ("jsonl", '{"text": "a"}\n3\n', r"line 2: 3 is no object"),
+        (
+            "jsonl",
+            '{"text": "a"}\n{"text": 1}\n',
+            r"train.jsonl: a column has values of several kinds",
+        ),
     ],
 )
-def test_a_row_that_does_not_fit_is_named_by_its_line(tmp_path, content, message):
-    (tmp_path / "train.csv").write_text(content)
+def test_a_row_that_does_not_fit_is_named_by_its_line(tmp_path, suffix, content, message):
+    (tmp_path / f"train.{suffix}").write_text(content)
     with pytest.raises(ValueError, match=message):
         splits(tmp_path)
 
@@ -134,20 +145,6 @@ def test_fields_may_be_long_and_files_compressed(tmp_path):
     with gzip.open(tmp_path / "train.csv.gz", "wt") as file:
         file.write(f"text\n{long}\n")
     assert rows(tmp_path) == [{"text": long}]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "a"}\n{"text": \n', r"train.jsonl, line 2: not JSON"),
-        ('{"text": "a"}\n3\n', r"line 2: 3 is no object"),
-        ('{"text": "a"}\n{"text": 1}\n', r"train.jsonl: a column has values of several kinds"),
-    ],
-)
-def test_broken_json_is_named_by_its_line(tmp_path, content, message):
-    (tmp_path / "train.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        splits(tmp_path)
 
 
 def test_a_key_that_some_rows_lack_is_null_in_them(tmp_path):

@@ -12,12 +12,20 @@ it was cut into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from evenstep.labels import IGNORED
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def logits_of(output: Any) -> Tensor:
+    """What a model returned, a tensor or an output of transformers, as logits in float32 or wider,
+    so that no loss is summed in 16 bits."""
+    logits: Tensor = getattr(output, "logits", output)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def summed_cross_entropy(

@@ -208,7 +208,7 @@ class RunConfig(Section):
     @field_validator("ema_decay", "swa_start")
     @classmethod
     def _one_average(cls, average: Any, info: ValidationInfo) -> Any:
-        others = [name for name in ("ema_decay",) if info.data.get(name) is not None]
+        others = ["ema_decay"] if info.data.get("ema_decay") is not None else []
         if isinstance(info.data.get("optimizer"), ScheduleFree):
             others.append("optimizer.name schedule_free")
         if average is not None and others:

@@ -98,7 +98,7 @@ def stream_batches(
     numbers = range(hardware.rank, plan.num_micro_batches, hardware.num_processes)
     for number in states.keys() - {str(number) for number in numbers}:
         del states[number]  # another process's, and out of date from its next step on
-    turns = Turns(task, plan, numbers, steps, dict(states), _counted(task, cast))
+    turns = Turns(task, plan, numbers, steps, dict(states), counted(task, cast))
     return stream_loader(turns, states, hardware.device, **loader_options)
 
 
@@ -109,7 +109,7 @@ def train_loader(
     return DataLoader(
         PlannedDataset(task.train_dataset, plan, task.augment),  # type: ignore[arg-type]
         batch_sampler=MicroBatches(plan, first_step, last_step),
-        collate_fn=_counted(task, cast),
+        collate_fn=counted(task, cast),
         **loader_options,
     )
 
@@ -134,7 +134,8 @@ def eval_loader(
     )
 
 
-def _counted(task: Task, cast: Cast) -> Callable[[Sequence[Any]], tuple[float, Batch]]:
+def counted(task: Task, cast: Cast) -> Callable[[Sequence[Any]], tuple[float, Batch]]:
+    """Makes of samples a training micro-batch, with the number of its targets; may draw."""
     # Not the task: where workers are not forked (macOS) all that is bound here has to be pickled.
     return partial(_collate_counted, task.collate, task.mix, task.count, cast)
 

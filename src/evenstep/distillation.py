@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from evenstep.image_models import Inputs, logits_of, read_final
+from evenstep.classification import logits_of
+from evenstep.image_models import Inputs, read_final
 from evenstep.images import fingerprint
 from evenstep.models._transformers import TransformersConfig, pretrained, read_config
 from evenstep.sections import Section
@@ -76,7 +77,7 @@ class Teacher:
         network, seen = _read(self.config.name, self.config.revision)
         network.to(images.device, images.dtype)
         columns = [seen.classes.index(name) for name in self.inputs.classes]
-        return logits_of(network, _as_seen(images, self.inputs, seen))[:, columns]
+        return logits_of(network(_as_seen(images, self.inputs, seen)))[:, columns]
 
     def fingerprint(self) -> str:
         """Of its weights."""

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from evenstep.labels import name_outputs
 from evenstep.task import find_module
 
 import PIL.Image
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,8 @@ def build_model(model_section: Any, inputs: Inputs) -> nn.Module:
         channels=inputs.channels,
         image_size=inputs.image_size,
     )
-    model_config: Any = getattr(model, "config", None)
-    if hasattr(model_config, "id2label"):  # a transformers model
-        model_config.id2label = dict(enumerate(inputs.classes))
-        model_config.label2id = {name: number for number, name in enumerate(inputs.classes)}
+    name_outputs(model, inputs.classes)
     return model
-
-
-def logits_of(model: nn.Module, images: Tensor) -> Tensor:
-    """(B, classes), in float32 or wider, so that no loss is summed in 16 bits."""
-    output = model(images)
-    logits: Tensor = getattr(output, "logits", output)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def export(model_section: Any, inputs: Inputs, model: nn.Module, folder: Path) -> None:

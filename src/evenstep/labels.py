@@ -91,3 +91,11 @@ def seeded_split(
     how = "stratified" if stratified else "not stratified: too few samples of some class"
     said = f"{num_eval} of {n} training samples are held out, split_seed {seed}, {how}"
     return np.sort(train).tolist(), np.sort(held_out).tolist(), said
+
+
+def name_outputs(model: Any, classes: Sequence[str]) -> None:
+    """Tell a transformers model what its outputs stand for; other models keep no such thing."""
+    model_config: Any = getattr(model, "config", None)
+    if hasattr(model_config, "id2label"):
+        model_config.id2label = dict(enumerate(classes))
+        model_config.label2id = {name: number for number, name in enumerate(classes)}

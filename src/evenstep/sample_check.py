@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.config import RunConfig
+from evenstep.data import counted
 from evenstep.hardware import Hardware
 from evenstep.plan import seed_of
 from evenstep.processes import on_main
@@ -153,10 +154,8 @@ class _Drawn:
 
 
 def _training_batch(task: Task, samples: Sequence[Any]) -> tuple[float, Batch]:
-    batch = task.collate([task.augment(sample) for sample in samples] if task.augment else samples)
-    if task.mix:
-        batch = task.mix(batch)
-    targets = float(task.count(batch))
+    augmented = [task.augment(sample) for sample in samples] if task.augment else samples
+    targets, batch = counted(task, lambda batch: batch)(augmented)
     if not 0 <= targets < math.inf:
         raise ValueError(f"Task.count is {targets}; it is a number of targets, from 0 on")
     return targets, batch

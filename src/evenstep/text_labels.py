@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -139,11 +139,12 @@ def _number(value: Any) -> float:
 
 
 def _flag(value: Any) -> float:
-    flags: Mapping[str, float] = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0}
-    flags = {**flags, "0.0": 0.0, "1.0": 1.0}  # as pandas writes a column with a missing value
-    if str(value).lower() not in flags:
-        raise ValueError("a column of its own for each class holds 0 or 1, or true or false")
-    return flags[str(value).lower()]
+    word = str(value).lower()
+    if word in ("0", "0.0", "false"):  # 0.0 is how pandas writes it beside a missing value
+        return 0.0
+    if word in ("1", "1.0", "true"):
+        return 1.0
+    raise ValueError("a column of its own for each class holds 0 or 1, or true or false")
 
 
 def _from_columns(columns: Sequence[str], rows: Any, split: str) -> list[Label | None]:

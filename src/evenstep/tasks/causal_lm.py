@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from evenstep import packing, tokenization
+from evenstep.classification import logits_of
 from evenstep.labels import IGNORED
 from evenstep.sections import Section
 from evenstep.streams import Streams
@@ -175,11 +176,9 @@ def score(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
-    """(B, L, tokens), in float32 or wider, so that no loss is summed in 16 bits."""
+    """(B, L, tokens), in float32 or wider."""
     inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
-    output = model(**inputs)
-    logits: Tensor = getattr(output, "logits", output)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits_of(model(**inputs))
 
 
 def summarize(table: Table) -> dict[str, float]:

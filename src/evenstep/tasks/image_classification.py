@@ -20,12 +20,13 @@ from typing import Annotated, Any, Literal
 from evenstep.augmentation import AugmentName, augmentation
 from evenstep.classification import (
     class_weights_of,
+    logits_of,
     num_targets,
     summed_cross_entropy,
     target_weights,
 )
 from evenstep.distillation import Teacher, TeacherConfig, divergence
-from evenstep.image_models import Inputs, build_model, export, logits_of
+from evenstep.image_models import Inputs, build_model, export
 from evenstep.images import (
     ImageSplits,
     OnError,
@@ -222,7 +223,7 @@ def loss(
 ) -> Tensor:
     """Summed cross entropy; with a teacher, its share of alpha is the summed divergence from it."""
     images, labels = batch["image"], batch["label"]
-    logits = logits_of(model, images)
+    logits = logits_of(model(images))
     if class_weights is not None:
         class_weights = class_weights.to(logits, non_blocking=True)
     supervised = summed_cross_entropy(
@@ -239,9 +240,9 @@ def loss(
 def score(flip: bool, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """The loss is the plain cross entropy, without smoothing, weights and teacher."""
     images, labels = batch["image"], batch["label"]
-    logits = logits_of(model, images)
+    logits = logits_of(model(images))
     if flip:
-        logits = (logits + logits_of(model, images.flip(-1))) / 2
+        logits = (logits + logits_of(model(images.flip(-1)))) / 2
     probability, prediction = logits.softmax(1).max(1)
     best5 = logits.topk(min(5, logits.shape[1])).indices
     return {

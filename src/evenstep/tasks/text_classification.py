@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from evenstep import text_metrics, tokenization
-from evenstep.classification import class_weights_of, num_targets, summed_cross_entropy
+from evenstep.classification import class_weights_of, logits_of, num_targets, summed_cross_entropy
+from evenstep.labels import name_outputs
 from evenstep.orders import balanced, length_grouped
 from evenstep.sections import Section
 from evenstep.streams import Streams
@@ -36,7 +37,6 @@ from evenstep.text_samples import (
 )
 from evenstep.texts import TextSplits
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -186,10 +186,9 @@ def build_model(model_section: Any, tokenizer: Any, labels: Labels, max_length: 
     model: nn.Module = find_module("models", model_section.name, "text_encoder").build(
         model_section, tokenizer=tokenizer, max_length=max_length, num_labels=len(labels.names)
     )
+    name_outputs(model, labels.names)
     model_config: Any = getattr(model, "config", None)
     if hasattr(model_config, "id2label"):  # a transformers model
-        model_config.id2label = dict(enumerate(labels.names))
-        model_config.label2id = {name: number for number, name in enumerate(labels.names)}
         # Its pipeline then knows whether to take softmax, sigmoid or neither.
         several = f"{labels.kind}_classification"
         model_config.problem_type = "regression" if labels.kind == "regression" else several
@@ -246,9 +245,7 @@ def _losses(kind: Kind, logits: Tensor, labels: Tensor) -> Tensor:
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
     """(B, classes), or (B, 1) of a number; in float32 or wider."""
-    output = model(**batch["inputs"])
-    logits: Tensor = getattr(output, "logits", output)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits_of(model(**batch["inputs"]))
 
 
 def export(
