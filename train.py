@@ -22,7 +22,7 @@ from typing import Any
 from evenstep import checkpoint, data, evaluation, learner, memory, run_directory, run_state
 from evenstep.config import RunConfig, Steps
 from evenstep.config_file import load
-from evenstep.early_stopping import watched
+from evenstep.early_stopping import check_rule
 from evenstep.hardware import Hardware, start
 from evenstep.learner import Learner, new_model
 from evenstep.lora import exporting
@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     task = find_module("tasks", config.task.name).build(config.task)
     steps = config.in_steps(data.steps_per_epoch(config, task))
     # What cannot be run is refused before anything is written.
+    check_rule(config.early_stopping, task, eval_every=steps.eval_every, last_step=steps.last)
     if config.micro_batch_size == "auto":
         memory.check_auto(config, hardware)
     else:
@@ -98,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
             if due(step, steps.log_every, steps.last):
                 row |= training_row(run, state, result, pace)
             if eval_batches and due(step, steps.eval_every, steps.last):
-                row |= evaluate(run, state, eval_batches, out)
+                row |= evaluate(run, state, eval_batches, out, steps.last)
                 stopping = stopping or bool(state.stopped_early)
             if row:
                 out.log(step, row)
@@ -123,7 +124,6 @@ def make_run(
     config: RunConfig, hardware: Hardware, task: Task, directory: RunDirectory, steps: Steps
 ) -> Run:
     """Build the model, and find the micro-batch size if the run config leaves it open."""
-    watched(config.early_stopping, task)  # raises ValueError for what it could not decide by
     built = learner.build(config, task, hardware, swa_start=steps.swa_start)
     run = Run(config, hardware, task, built)
     if config.micro_batch_size != "auto":
@@ -207,7 +207,7 @@ def training_row(run: Run, state: RunState, result: StepResult, pace: Pace) -> d
 
 
 @torch.no_grad()
-def evaluate(run: Run, state: RunState, batches: Any, out: Outputs) -> dict[str, Any]:
+def evaluate(run: Run, state: RunState, batches: Any, out: Outputs, last: int) -> dict[str, Any]:
     """Score every sample of the evaluation split once; returns the metrics, alike everywhere."""
     rows = evaluation.Rows()
     with run.learner.evaluating() as model:
@@ -220,7 +220,8 @@ def evaluate(run: Run, state: RunState, batches: Any, out: Outputs) -> dict[str,
         with autocast(run.config.precision, run.hardware.device):
             sample = {"eval/sample": run.task.sample(model)} if run.task.sample else {}
     metrics = evaluation.summarize(rows, run.task, run.hardware, out.directory) | sample
-    state.evaluated(metrics, run.task, run.config.early_stopping)
+    early_stopping = run.config.early_stopping if state.step < last else None
+    state.evaluated(metrics, run.task, early_stopping)
     return metrics
 
 

@@ -372,6 +372,13 @@ def test_difference_names_result_deciding_keys_only():
     assert difference(old, new) == ["task.model.depth: 18 -> 34", "optimizer.lr: 0.001 -> 0.01"]
 
 
+def test_how_often_is_evaluated_decides_the_result_only_with_early_stopping():
+    stopping = "early_stopping={patience: 2}"
+    assert difference(resolved(loaded()), loaded("eval_every=7")) == []
+    changed = difference(resolved(loaded(stopping)), loaded(stopping, "eval_every=7"))
+    assert changed == ['eval_every: "1 epoch" -> 7']
+
+
 def test_difference_names_keys_of_one_side():
     adamw, sgd = loaded("optimizer.name=adamw"), loaded("optimizer.name=sgd")
     lines = difference(resolved(adamw), sgd)

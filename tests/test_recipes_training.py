@@ -10,7 +10,7 @@ import train
 from evenstep import gradient_checkpointing, learner
 from evenstep.batchnorm import BatchNormStatistics
 from evenstep.config_sections import AdamW, EarlyStopping
-from evenstep.early_stopping import watched
+from evenstep.early_stopping import check_rule
 from evenstep.freezing import freeze
 from evenstep.hardware import Hardware
 from evenstep.layers import blocks
@@ -222,7 +222,16 @@ def test_what_early_stopping_cannot_go_by_is_refused():
         evaluations([1], metric="up")
     task = SimpleNamespace(best_metric="loss", higher_is_better=False, eval_dataset=None)
     with pytest.raises(ValueError, match="no evaluation split"):
-        watched(EarlyStopping(), task)
+        check_rule(EarlyStopping(), task, eval_every=1, last_step=100)
+
+
+def test_early_stopping_that_could_end_no_run_is_refused():
+    task = SimpleNamespace(best_metric="loss", higher_is_better=False, eval_dataset=[0])
+    check_rule(EarlyStopping(patience=3), task, eval_every=5, last_step=21)
+    check_rule(None, task, eval_every=0, last_step=21)
+    for every, there_are in ((5, 3), (0, 0)):  # that of step 20 is at the end anyway
+        with pytest.raises(ValueError, match=rf"patience=3 .* have {there_are} evaluation\(s\)"):
+            check_rule(EarlyStopping(patience=3), task, eval_every=every, last_step=20)
 
 
 # --- real processes ------------------------------------------------------------------------------

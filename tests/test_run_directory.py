@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from evenstep import environment, run_directory
 from evenstep.files import to_json, write_atomically
@@ -76,8 +77,8 @@ dist.destroy_process_group()
 
 
 def test_resume_auto_goes_on_and_hands_back_the_saved_config(tmp_path):
-    with create(tmp_path):
-        pass
+    with create(tmp_path) as run:
+        (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
     with create(tmp_path, config_text="seed: 1\n") as run:
         assert run.saved_config == "seed: 0\n"
         assert (run.path / "config.yaml").read_text() == "seed: 0\n"
@@ -88,6 +89,16 @@ def test_resume_auto_goes_on_and_hands_back_the_saved_config(tmp_path):
         run.write_summary("finished", RunState(step=2))
     with create(tmp_path) as run:
         assert run.finished
+
+
+def test_a_run_that_never_trained_takes_a_mended_config(tmp_path):
+    with create(tmp_path) as run:
+        run.write_summary("failed", RunState())
+        (run.path / "metrics.jsonl").touch()
+    with create(tmp_path, config_text="seed: 1\n") as run:
+        assert run.saved_config is None
+        assert (run.path / "config.yaml").read_text() == "seed: 1\n"
+        assert not (run.path / "summary.json").exists()
 
 
 def test_resume_never_refuses_a_directory_that_exists(tmp_path):
@@ -114,8 +125,8 @@ def test_a_second_live_run_is_refused_until_kill_9_frees_the_directory(tmp_path)
         child.send_signal(signal.SIGKILL)
         child.wait()
         os.kill(int(worker), 0)  # the worker lives
-        with create(tmp_path) as run:
-            assert run.saved_config == ""
+        with create(tmp_path):
+            pass
     finally:
         child.kill()
         os.kill(int(worker), signal.SIGKILL)
@@ -157,6 +168,13 @@ def test_a_failed_summary_is_strict_json_with_the_cause_masked(tmp_path):
         "eval/matrix": [[1.0, 0.0], [0.0, 1.0]],
         "eval/f1": 0.30000000000000004,
     }
+
+
+def test_an_error_of_one_process_alone_is_told_once(tmp_path, capsys):
+    with create(tmp_path) as run:
+        for process in (replace(run, lock=None), replace(run, lock=None), run):
+            process.record_failure(RunState(), ValueError, ValueError("row 7 is broken"), None)
+    assert capsys.readouterr().err == "error: row 7 is broken\n"
 
 
 def test_infinity_anywhere_becomes_null():

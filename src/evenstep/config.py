@@ -149,7 +149,8 @@ class RunConfig(Section):
     """How often metrics are logged; null for only at the end."""
 
     eval_every: Housekeeping[DurationField | None] = Duration.parse("1 epoch")
-    """How often the model is evaluated; null for only at the end."""
+    """How often the model is evaluated; null for only at the end. May change on a resume, except
+    under early_stopping, which it decides."""
 
     save_every: Housekeeping[DurationField | None] = Duration.parse("1 epoch")
     """How often a checkpoint is saved; null for only at the end."""

@@ -246,6 +246,8 @@ def difference(old: Mapping[str, Any], new: RunConfig) -> list[str]:
     compared as `to_yaml` writes it: masked.
     """
     free = [key for key, field in keys(type(new)) if is_housekeeping(field)]
+    if new.early_stopping:
+        free.remove(("eval_every",))  # it decides where the run ends
     before, after = dict(_leaves(mask_tree(old))), dict(_leaves(mask_tree(resolved(new))))
     return [
         f"{'.'.join(key)}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"

@@ -40,6 +40,23 @@ class Watched:
         return gain > self.rule.min_delta
 
 
+def check_rule(
+    rule: EarlyStopping | None, task: Task, *, eval_every: int, last_step: int
+) -> None:
+    """Raises ValueError for a rule that cannot decide, or that could end no run of `last_step`
+    steps with an evaluation every `eval_every` (0: only at the end)."""
+    if watched(rule, task) is None:
+        return
+    assert rule is not None
+    before_the_end = (last_step - 1) // eval_every if eval_every else 0
+    if rule.patience >= before_the_end:
+        raise ValueError(
+            f"early_stopping.patience={rule.patience} cannot end this run early: its {last_step} "
+            f"steps have {before_the_end} evaluation(s) before the last step, and the first of "
+            "them is the best so far; make patience or eval_every smaller"
+        )
+
+
 def watched(rule: EarlyStopping | None, task: Task) -> Watched | None:
     """Raises ValueError where it cannot be known what an improvement is."""
     if rule is None:

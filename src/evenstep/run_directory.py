@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import sys
 import time
 import traceback
 import warnings
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from evenstep.checkpoint_files import checkpoints
 from evenstep.files import flush, to_json, write_atomically
 from evenstep.masking import mask
 from evenstep.processes import is_main, on_main
@@ -93,9 +95,14 @@ class RunDirectory:
         _: object,
     ) -> None:
         """An exit callback: writes the summary of a run that an exception ends."""
-        if error is not None:
-            with suppress(OSError):  # which would hide the error that is on its way
-                self.write_summary("failed", state, cause=error)
+        if error is None:
+            return
+        is_first = not (self.path / "summary.json").exists()
+        with suppress(OSError):  # which would hide the error that is on its way
+            self.write_summary("failed", state, cause=error)
+        if is_first and not self.is_main and isinstance(error, ValueError):
+            # The program leaves those to the main process, which may not have had this one.
+            print(f"error: {mask(str(error))}", file=sys.stderr, flush=True)
 
 
 def create(
@@ -105,7 +112,8 @@ def create(
 
     Without a name it is `<stem>-<YYYYmmdd-HHMMSS>`, always new. A new directory gets
     `config_text` (no secrets in it) as `config.yaml`. With `resume` "never" a directory that
-    exists is refused; with "auto", or with the path of a checkpoint, its run goes on.
+    exists is refused; with "auto", or with the path of a checkpoint, its run goes on; one that has
+    not trained yet starts anew.
 
     Raises ValueError, on every process, for a directory that is refused or in use by a live run.
     """
@@ -125,14 +133,22 @@ def _claim(
             f"the run directory cannot be made, or written to: {error}; see output_dir and name"
         ) from error
     saved, summary = path / "config.yaml", path / "summary.json"
-    if not saved.exists():
+    if not saved.exists() or not _has_trained(path):
         write_atomically(saved, config_text)
+        summary.unlink(missing_ok=True)
         return RunDirectory(path, None, False, lock)
     # The path of a checkpoint goes back to it, also in a finished run.
     finished = resume == "auto" and _status(summary) == "finished"
     if not finished:
         summary.unlink(missing_ok=True)  # of a launch that ended early: this one writes its own
     return RunDirectory(path, saved.read_text(encoding="utf-8"), finished, lock)
+
+
+def _has_trained(path: Path) -> bool:
+    """Whether a launch has left anything that a run config decides. One that was refused, for an
+    unknown layer to freeze or a package that is missing, has not: it may go on with another."""
+    rows = path / "metrics.jsonl"
+    return bool(checkpoints(path)) or (rows.exists() and rows.stat().st_size > 0)
 
 
 def _status(summary: Path) -> str | None:
