@@ -1,8 +1,10 @@
 """Averaged weights, against the formula written out."""
 
 import copy
+from types import SimpleNamespace
 
 from evenstep.average import Average
+from evenstep.learner import Learner
 
 import pytest
 import torch
@@ -61,6 +63,68 @@ def test_without_a_decay_it_is_the_mean_of_the_weights_after_each_step_from_the_
     for name, tensor in average.tensors.items():
         mean = torch.stack([weights[name].double() for weights in history[start:]]).mean(0)
         torch.testing.assert_close(tensor, mean.to(dtype))
+
+
+@pytest.mark.parametrize("skipped", [{1}, {2, 3}, {4}, {5}, {3, 4, 6}, {1, 2, 4, 5}])
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("resumed_after", [0, 2, 4, 5])
+def test_the_start_counts_steps_that_are_left_out_and_the_mean_does_not(
+    skipped, start, resumed_after
+):
+    net = network()
+    average = averaged(net, None, start=start)
+    history = []
+    for step in range(1, 8):
+        if step in skipped:
+            average.skip()
+        else:
+            move(net)
+            average.update()
+            history += [net[0].weight.detach().clone()] * (step > start)
+        if step == resumed_after:
+            tensors, count = average.tensors, average.count
+            average = averaged(net, None, start=start)
+            average.tensors, average.count = tensors, count
+    torch.testing.assert_close(average.tensors["0.weight"], torch.stack(history).mean(0))
+
+
+def test_a_step_that_a_learner_leaves_out_counts_for_the_start_also_after_a_resume():
+    net = network()
+    scaler = SimpleNamespace(state_dict=dict, load_state_dict=dict)
+    strategy = SimpleNamespace(step=lambda lr: move(net), discard=lambda: None, scaler=scaler)
+    strategy.sum = None
+    statistics = SimpleNamespace(commit=lambda add_up: None, discard=lambda: None)
+
+    def learner():
+        average = averaged(net, None, start=3)
+        return Learner(net, strategy, statistics, average, None, [])
+
+    before = learner()
+    before.step(0.1)
+    before.discard()
+    after = learner()  # a resume, which finds the averages in the checkpoint
+    after.restore_numbers(before.numbers())
+    after.discard()
+    history = []
+    for _ in range(3):
+        after.step(0.1)
+        after.discard()
+        history.append(net[0].weight.detach().clone())
+    torch.testing.assert_close(after.average.tensors["0.weight"], torch.stack(history).mean(0))
+
+
+def test_a_step_that_is_left_out_leaves_an_exponential_average_alone():
+    net, reference = network(), network()
+    ours, theirs = averaged(net, 0.9), averaged(reference, 0.9)
+    for step in range(4):
+        torch.manual_seed(step)
+        move(net)
+        ours.update()
+        ours.skip()
+        torch.manual_seed(step)
+        move(reference)
+        theirs.update()
+    assert all(tensor.equal(theirs.tensors[name]) for name, tensor in ours.tensors.items())
 
 
 def test_only_parameters_are_averaged():

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 
 from evenstep import packing, tokenization
 from evenstep.models import causal_lm as models
@@ -243,13 +244,47 @@ def test_weights_refuse_a_tokenizer_and_sequences_that_do_not_fit(gpt2_style, te
         causal_lm.build(configured(texts, model=misspelt)).model()
 
 
+def test_smoothing_spreads_labels_over_all_tokens_in_training_alone(texts):
+    """Written out: the loss of a token is the mean price of all tokens, in its share."""
+    smooth, plain = (causal_lm.build(configured(texts, label_smoothing=s)) for s in (0.1, 0.0))
+    batch = smooth.collate(list(smooth.train_dataset)[:3])
+    torch.manual_seed(0)
+    model = smooth.model().double().eval()
+    logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
+    prices = -logits.log_softmax(2)[batch["labels"] != -100]
+    known = batch["labels"][batch["labels"] != -100]
+    expected = 0.9 * prices[range(len(known)), known] + 0.1 * prices.mean(1)
+    assert smooth.loss(model, batch).item() == pytest.approx(expected.sum().item(), rel=1e-12)
+    scores, same = smooth.score(model, batch), plain.score(model, batch)
+    assert all(scores[name].equal(same[name]) for name in same)
+    assert scores["loss"].sum().item() == pytest.approx(plain.loss(model, batch).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"body": "x"},
+            "'evaluation' has no column 'text'; set task.text_column to one of: body, or",
+        ),
+        ({"text": 5}, "split 'evaluation': row 0 has no text in column 'text': 5"),
+        ({"text": ""}, "split 'evaluation' has no text in column 'text'"),
+    ],
+)
+def test_what_the_evaluation_split_alone_lacks_is_named_with_it(texts, tmp_path, row, said):
+    shutil.copy(texts / "train.jsonl", tmp_path)
+    (tmp_path / "validation.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=said):
+        causal_lm.build(configured(tmp_path))
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_one_run_on_one_process_on_two_and_in_one_micro_batch(tmp_path, texts):
     """CASES 8: numbers of tokens differ between samples, and the weights are the same to 1e-5; so
     are the curve, the metrics and what the model writes. `final/` loads with from_pretrained."""
     config = tmp_path / "lm.yaml"
-    task = configured(texts, packing=False, prompt="if").model_dump()
+    task = configured(texts, packing=False, prompt="if", label_smoothing=0.1).model_dump()
     task["model"] = {"name": "llama", "config": SMALL}
     task["data"] = {"name": str(texts)}
     run_config = {

@@ -90,6 +90,41 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone(case):
     assert len(set(noise)) == len(values)  # differs by sample, and for one sample by epoch
 
 
+def test_a_sample_that_an_epoch_repeats_is_augmented_anew_each_time():
+    """By the number of the repeat: what comes first is augmented as if it came once."""
+
+    def order(seed, micro_batch_size, epoch):
+        return torch.tensor([[2, 0, 2, 2, 0], [1, 1, 4, 1, 1]][epoch % 2])
+
+    case, ordered = task(Numbers(5), draw), dataclasses.replace(plan(5), order=order)
+
+    def read(first_step=1, **options):
+        loader = train_loader(
+            case, ordered, first_step=first_step, last_step=5, cast=as_is, **options
+        )
+        return [batch.tolist() for _, batch in loader]
+
+    straight = read()
+    assert read(num_workers=2) == straight
+    assert read(first_step=3) == straight[4:]
+    values = [value for batch in straight for value in batch]
+    assert len({round(value % 1, 9) for value in values}) == len(values) == 20
+    for epoch, offset, index in [(0, 0, 2), (0, 1, 0), (1, 0, 1), (1, 2, 4), (2, 0, 2), (3, 2, 4)]:
+        seed_everything(seed_of("augment", 0, epoch, index))
+        assert values[5 * epoch + offset] == pytest.approx(draw(float(index)), abs=1e-6)
+
+
+def test_an_order_that_repeats_nothing_changes_no_augmentation():
+    case, backwards = task(Numbers(10), draw), lambda *_: torch.arange(9, -1, -1)
+    ordered = dataclasses.replace(plan(), order=backwards)
+    loader = train_loader(case, ordered, first_step=1, last_step=5, cast=as_is)
+    reordered = [value for _, batch in loader for value in batch.tolist()]
+    usual = [value for batch in batches(case, last_step=5) for value in batch]
+    assert reordered[:10] != usual[:10]
+    assert sorted(reordered[:10]) == sorted(usual[:10])
+    assert sorted(reordered[10:]) == sorted(usual[10:])
+
+
 def test_mixing_depends_on_seed_step_and_micro_batch_alone():
     def mixed(batch):
         return batch + torch.rand(()) + random.random() + np.random.random()

@@ -2,7 +2,7 @@
 
 import pickle
 
-from evenstep import distillation
+from evenstep import image_teacher, text_teacher
 from evenstep.distillation import divergence
 from evenstep.labels import IGNORED
 
@@ -19,7 +19,8 @@ GREY = {"channels": 1, "normalize": {"mean": [0.4], "std": [0.3]}}
 
 @pytest.fixture(autouse=True)
 def forget_teachers():
-    distillation._read.cache_clear()
+    image_teacher._read.cache_clear()
+    text_teacher._read.cache_clear()
 
 
 def finished(folder, model="resnet18", data="digits", **keys):
@@ -103,7 +104,7 @@ def test_the_teacher_is_no_part_of_the_model_and_never_changes(tmp_path):
     loss = taught.loss(model, batch(taught, range(8)))
     assert set(model.state_dict()) == keys
     loss.backward()
-    network, _ = distillation._read(str(tmp_path), None)
+    network, _ = image_teacher._read(str(tmp_path), None)
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert network.state_dict()[name].equal(tensor), name
     assert not any(module.training for module in network.modules())
@@ -159,7 +160,7 @@ def test_another_teacher_is_other_data(tmp_path):
     first = student(tmp_path).data_identity
     weights = load_file(tmp_path / "model.safetensors")
     save_file({**weights, "fc.bias": weights["fc.bias"] + 1}, tmp_path / "model.safetensors")
-    distillation._read.cache_clear()
+    image_teacher._read.cache_clear()
     assert first["teacher"] != student(tmp_path).data_identity["teacher"]
     assert "teacher" not in task("digits", channels=1).data_identity
 
@@ -173,7 +174,7 @@ def test_teachers_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(
         (tmp_path / "config.json").read_text().replace('"7": "7"', '"7": "seven"')
     )
-    distillation._read.cache_clear()
+    image_teacher._read.cache_clear()
     with pytest.raises(ValueError, match=r"does not know the class\(es\) \['7'\]"):
         student(tmp_path)
     with pytest.raises(ValueError, match="cannot be read"):

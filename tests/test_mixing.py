@@ -1,12 +1,17 @@
 """Mixup and CutMix against written out formulas."""
 
 import pickle
+from types import SimpleNamespace
 
+from evenstep import memory
+from evenstep.hardware import Hardware
 from evenstep.labels import IGNORED
 from evenstep.mixing import mixing
+from evenstep.task import Task
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 LABELS = [2, 0, IGNORED, 1, 2]
 
@@ -86,3 +91,40 @@ def test_mixing_is_a_pure_function_of_the_seed_and_can_be_sent_to_a_worker_proce
 def test_a_micro_batch_of_one_image_is_refused():
     with pytest.raises(ValueError, match="micro_batch_size to at least 2"):
         draw(mixing(3, mixup=0.8, cutmix=None), 0, batch([1]))
+
+
+def test_micro_batches_of_one_image_are_refused_where_no_others_fit_into_memory():
+    task = Task(
+        model=None,
+        train_dataset=[0, 1] * 4,
+        eval_dataset=None,
+        collate=batch,
+        count=lambda mixed: len(mixed["label"]),
+        loss=None,
+        score=None,
+        summarize=None,
+        best_metric="",
+        mix=mixing(2, mixup=0.8, cutmix=None),
+    )
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    strategy = SimpleNamespace(optimizer=optimizer, start=optimizer.zero_grad)
+    learner = SimpleNamespace(bare=model, strategy=strategy)
+    hardware = Hardware(Accelerator(cpu=True), channel=None)
+
+    def accumulate(batches):
+        if any(targets > 1 for targets, _ in batches):
+            raise MemoryError
+
+    with pytest.raises(ValueError, match="micro_batch_size to at least 2"):
+        memory.settled(Auto(), task, learner, hardware, accumulate)
+
+
+class Auto(SimpleNamespace):
+    """A run config that leaves the micro-batch size open."""
+
+    micro_batch_size, global_batch_size, seed = "auto", 8, 0
+    num_workers, precision, compile = 0, "fp32", False
+
+    def model_copy(self, update):
+        return Auto(**update)

@@ -125,7 +125,14 @@ def test_the_task_can_order_the_samples_of_an_epoch_itself():
     ]
 
 
-@pytest.mark.parametrize("wrong", [[0, 1], [0, 1, 3]])
+def test_what_an_epoch_repeats_is_told_apart_by_how_often_it_came_before():
+    plan = Plan(6, 4, 2, seed=0, order=lambda seed, size, epoch: torch.tensor([3, 1, 3, 3, 1, 0]))
+    first = [(0, 3), (0, 1), (0, 3, 1), (0, 3, 2), (0, 1, 1), (0, 0)]
+    assert plan.samples(range(6)) == first
+    assert plan.samples(range(3, 9)) == [*first[3:], (1, 3), (1, 1), (1, 3, 1)]
+
+
+@pytest.mark.parametrize("wrong", [[0, 1], [0, 1, 3], [-1, 0, 1], []])
 def test_an_order_of_another_length_or_of_unknown_samples_is_an_error(wrong):
     plan = Plan(3, 3, 3, seed=0, order=lambda *_: torch.tensor(wrong))
     with pytest.raises(ValueError, match="has to give 3 indices from 0 to 2"):

@@ -71,6 +71,26 @@ def test_a_frozen_batchnorm_normalises_by_the_statistics_it_has():
     assert net.training
 
 
+@pytest.mark.parametrize(
+    "pattern", ["blocks.1", "blocks.1.norm", "blocks.?.norm", "*norm", "*", "blocks"]
+)
+def test_a_frozen_batchnorm_without_parameters_keeps_its_statistics_too(pattern):
+    net = network()
+    net.blocks[1].norm = norm = nn.BatchNorm1d(16, affine=False).double()
+    freeze(net, [pattern])
+    norm(torch.randn(4, 16).double() + 5)
+    assert norm.running_mean.count_nonzero() == 0
+
+
+def test_a_batchnorm_without_parameters_outside_of_what_is_frozen_goes_on():
+    net = network()
+    net.blocks[1].norm = nn.BatchNorm1d(16, affine=False).double()
+    freeze(net, ["stem", "blocks.0", "*.weight", "*.bias"])
+    assert net.blocks[1].norm.training
+    with pytest.raises(ValueError, match=r"names no parameter; nearest: blocks\.1\.norm"):
+        freeze(net, ["blocks.1.nrm"])
+
+
 def test_a_pattern_that_names_nothing_is_an_error_with_the_nearest_names():
     with pytest.raises(ValueError, match=r"'blocks\.0\.nrm' names no parameter; nearest: blocks"):
         freeze(network(), ["stem", "blocks.0.nrm"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from evenstep import sample_check
 from evenstep.labels import IGNORED
+from evenstep.mixing import mixing
 from evenstep.streams import Streams
 from evenstep.task import Task
 
@@ -135,6 +136,70 @@ def test_shapes_that_do_not_go_together_are_named_by_two_samples():
     assert line.startswith("training samples 0 and 5 in one batch: RuntimeError: stack expects")
 
 
+# Samples that cannot be alone
+
+
+def needs_two(rows):
+    if len(rows) < 2:
+        raise ValueError("a pair has two")
+    return {"x": torch.stack(list(rows))}
+
+
+MIXED = {
+    "collate": lambda rows: {
+        "image": torch.stack(list(rows)).view(-1, 1, 1, 1).expand(-1, 1, 4, 4),
+        "label": torch.arange(len(rows)) % 2,
+    },
+    "mix": mixing(2, mixup=0.2, cutmix=1.0),
+}
+PAIRED = {"mixup and cutmix": MIXED, "a collate that needs two": {"collate": needs_two}}
+
+
+@pytest.mark.parametrize("functions", PAIRED.values(), ids=PAIRED)
+@pytest.mark.parametrize("size", [2, 3, 4, 5000, "auto"])
+@pytest.mark.parametrize("n", [1, 2, 5, 255, 256])
+def test_a_sample_left_over_is_no_fault_where_a_micro_batch_has_two(functions, size, n):
+    check(made(Rows(n), **functions), size)
+
+
+@pytest.mark.parametrize("functions", PAIRED.values(), ids=PAIRED)
+@pytest.mark.parametrize("size", [2, 3, 5000, "auto"])
+@pytest.mark.parametrize("broken", [0, 3, 8])
+def test_the_broken_one_among_good_samples_that_cannot_be_alone_is_named(functions, size, broken):
+    checked = made(Rows(9, {broken: OSError("truncated")}), **functions)
+    (line,) = problems(checked, micro_batch_size=size)
+    assert line.startswith(f"training sample {broken}: OSError: truncated (")
+
+
+def test_a_broken_image_under_mixup_is_the_only_one_that_is_named(tmp_path):
+    images = [png(row) for row in range(9)]
+    images[4] = b"no image"
+    table(tmp_path / "train.parquet", ["a", "b", "b"] * 3, images)
+    data = {"name": str(tmp_path), "eval_split": "none"}
+    for size in (2, 4, 9):
+        broken = task(data, normalize=NORMALIZED, channels=1, mixup=0.2)
+        (line,) = problems(broken, micro_batch_size=size)
+        assert line.startswith("training sample 4: row 4 of split")
+
+
+def test_micro_batches_of_one_image_are_refused_under_mixup():
+    (line,) = problems(made(Rows(9), **MIXED), micro_batch_size=1)
+    assert "set micro_batch_size to at least 2" in line
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 4), (5, 2)])
+def test_a_last_evaluation_batch_of_one_sample_that_cannot_be_alone_is_found(n, size):
+    (line,) = problems(made(Rows(8), Rows(n), collate=needs_two), micro_batch_size=size)
+    assert line.startswith("evaluation sample ")
+    assert "a pair has two" in line
+
+
+def test_the_broken_evaluation_sample_is_named_where_no_batch_has_one_sample():
+    checked = made(Rows(8), Rows(8, {5: OSError("truncated")}), collate=needs_two)
+    (line,) = problems(checked)
+    assert line.startswith("evaluation sample 5: OSError: truncated")
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_value_that_is_not_finite_is_named_by_sample_and_tensor(bad):
     checked = made(Rows(9, {6: torch.tensor([bad])}))
@@ -147,16 +212,55 @@ def test_a_mask_of_minus_infinity_is_no_fault():
     check(made(Rows(9, {6: torch.tensor([-math.inf])})))
 
 
+@pytest.mark.parametrize("make", [
+    lambda x: x.to(torch.complex64), lambda x: x.to(torch.float8_e4m3fn), torch.Tensor.to_sparse,
+    lambda x: torch.nested.nested_tensor(list(x)), lambda x: x.to(torch.uint16),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_every_kind_are_good_data(make):
+    def collate(rows):
+        return {"x": make(torch.stack(list(rows)))}
+
+    check(made(Rows(9), Rows(5), collate=collate))
+
+
+def test_a_complex_value_that_is_not_finite_is_found():
+    for bad in (complex(math.nan, 0), complex(0, math.nan), complex(math.inf, 0)):
+        (line,) = problems(made([torch.tensor(0j), torch.tensor(bad)]))
+        assert line.startswith("training sample 1: NaN or infinity")
+
+
 @pytest.mark.parametrize("count", [math.nan, math.inf, -1.0])
 def test_a_number_of_targets_that_is_none_is_refused(count):
     (line,) = problems(made(Rows(4), count=lambda batch: count))
     assert f"Task.count is {count}" in line
 
 
-def test_micro_batches_without_targets_are_refused_only_if_there_are_no_others():
-    (line,) = problems(made(Rows(9), count=lambda batch: 0))
-    assert line == "every training sample looked at: no target counts (Task.count is 0)"
-    check(made(Rows(9), count=lambda batch: float((batch["x"] > 7).sum())))
+def nothing(batch):
+    return 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 256])
+def test_data_without_targets_is_refused_once_all_of_it_was_looked_at(n):
+    (line,) = problems(made(Rows(n), count=nothing))
+    assert line == "every training sample: no target counts (Task.count is 0)"
+    check(made(Rows(n), count=lambda batch: float((batch["x"] == n - 1).sum())))
+    (line,) = problems(made(Rows(n, {0: OSError("the only one that counts")}), count=nothing))
+    assert "the only one that counts" in line
+
+
+def test_samples_without_targets_are_no_fault_while_others_were_not_looked_at(monkeypatch):
+    check(made(Rows(257), count=nothing))
+    check(made(streamed(["1"] * 9, tensors), count=nothing))
+    monkeypatch.setattr(sample_check, "SECONDS", 0.0)
+    check(made(Rows(9), count=nothing))
+
+
+def test_rare_classes_that_alone_have_a_weight_are_no_fault(tmp_path):
+    """Of 300 images every second one is looked at, and the others alone count."""
+    table(tmp_path / "train.parquet", ["a", "b"] * 150)
+    data = {"name": str(tmp_path), "eval_split": "none"}
+    check(task(data, normalize=NORMALIZED, channels=1, class_weights=[0, 1]))
 
 
 # What it costs

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 from evenstep.config_file import load
 from evenstep.datasets import _lines, streaming
@@ -136,6 +137,42 @@ def test_what_is_not_there_or_cannot_be_streamed_is_named(tmp_path):
     write(tmp_path / "empty.jsonl", [])
     with pytest.raises(ValueError, match="no rows to evaluate on"):
         built(tmp_path / "a.txt", eval={"name": str(tmp_path / "empty.jsonl")})
+
+
+def test_the_identity_is_that_of_the_files_and_not_of_their_place_or_time(tmp_path):
+    """Names and sizes of what is trained on, and the rows that are evaluated."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for part in range(3):
+            write(tmp_path / folder / f"{part}.jsonl", ROWS[part::3])
+        write(tmp_path / folder / "train.parquet")
+        write(tmp_path / folder / "validation.parquet", ROWS[:9])
+
+    def identity(folder):
+        location = {"name": str(folder), "split": "validation"}
+        return dict(built(folder / "*.jsonl", folder, eval=location).identity)
+
+    one, two = tmp_path / "a", tmp_path / "b"
+    known = identity(one)
+    os.utime(two / "1.jsonl", (0, 0))
+    assert identity(two) == known
+    (two / "1.jsonl").rename(two / "7.jsonl")
+    renamed = identity(two)
+    assert renamed["files"][0] != known["files"][0]
+    assert renamed["files"][1:] == known["files"][1:]
+    write(one / "1.jsonl", [*ROWS[1::3], ROWS[0]])
+    longer = identity(one)
+    assert longer["files"][0] not in (known["files"][0], renamed["files"][0])
+    write(one / "train.parquet", ROWS[1:])
+    assert identity(one)["files"][1] != longer["files"][1]
+    write(one / "validation.parquet", [{"text": "other"}])
+    assert identity(one)["eval"] != longer["eval"]
+
+
+def test_a_split_that_is_not_there_is_named(tmp_path):
+    write(tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match="dev"):
+        built({"name": str(tmp_path), "split": "dev"})
 
 
 def test_a_run_config_lists_sources(tmp_path, capsys):

@@ -4,8 +4,10 @@ import json
 import math
 import pickle
 import random
+import shutil
 
 from evenstep import text_metrics, text_samples, tokenization
+from evenstep.models import text_encoder
 from evenstep.sections import specialise
 from evenstep.tasks import text_classification
 from evenstep.text_augmentation import token_noise
@@ -16,8 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from launching import command, metrics, run, summary
-from safetensors.torch import load_file
+from launching import ROOT, command, metrics, run, summary
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -253,6 +255,37 @@ def test_model_types_read_texts_of_the_full_length(tmp_path, model):
     a_task.loss(network, batch(a_task)).backward()
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "mpnet"])
+def test_a_fresh_model_has_as_many_positions_as_its_texts_need(name):
+    """Some count from behind the padding token, mpnet from behind 1 whatever that token is."""
+    backend = tokenization.train_bpe(WORDS * 3, 270)
+    special = {"eos_token": tokenization.END, "pad_token": "<|last|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    last = len(tokenizer) - 1
+    assert tokenizer.pad_token_id == last > 200
+    section = text_encoder.Config(name=name, config=BERT["config"])
+    model = text_encoder.build(section, tokenizer=tokenizer, max_length=32, num_labels=2)
+    first = {"bert": 0, "roberta": last + 1, "mpnet": 2}[name]
+    assert model.config.max_position_embeddings == 32 + first
+    assert model(torch.full((1, 32), 5)).logits.isfinite().all()
+
+
+def test_weights_that_count_from_behind_the_padding_token_read_shorter_texts(binary, tmp_path):
+    """As roberta-base, whose 514 positions hold 512 tokens."""
+    rows = [{"text": "good " * 90, "label": n} for n in (0, 1)]
+    keys = {"max_length": 32, "data": NO_EVALUATION}
+    saved = task(written(tmp_path / "long", rows), model={**BERT, "name": "roberta"}, **keys)
+    network = saved.model()
+    assert network.config.max_position_embeddings == 34
+    saved.export(network, tmp_path / "roberta")
+    folder, own = tmp_path / "long", {"name": str(tmp_path / "roberta")}
+    whole = task(folder, model=own, **keys)
+    assert batch(whole)["inputs"]["input_ids"].shape == (2, 32)
+    whole.loss(whole.model(), batch(whole))
+    with pytest.raises(ValueError, match=r"at most 32 tokens: task\.max_length=32"):
+        task(folder, model=own, **{**keys, "max_length": 33}).model()
+
+
 def test_lengths_that_the_weights_cannot_read_are_refused(binary, no_padding):
     a_task = task(binary, model={"name": str(no_padding)}, max_length=2000)
     with pytest.raises(ValueError, match=r"task\.max_length=1024"):
@@ -317,6 +350,37 @@ def test_a_label_that_training_never_saw_is_an_error_that_names_it(tmp_path, kno
         task(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"text": None},
+            r"'evaluation' has no column 'text'; set task.text_columns to .*: label, or",
+        ),
+        (
+            {"label": None},
+            r"'evaluation' has no column 'label'; set task.label_column to one of: text, or",
+        ),
+        ({"text": 5}, r"'evaluation' has 2 row\(s\).*row 0 has no text in column 'text': 5"),
+        ({"label": 0.5}, r"row 0 of split 'evaluation' has the label 0.5"),
+        ({"label": [1]}, r"row 0 of split 'evaluation' has the label \[1\]"),
+        ({"label": ""}, r"'evaluation' has 2 row\(s\).*row 0 has no label"),
+    ],
+)
+def test_what_the_evaluation_split_alone_lacks_is_named_with_it(tmp_path, change, said):
+    rows = [{"text": "good", "label": label} for label in (0, 1)]
+    row = {key: value for key, value in ({**rows[0], **change}).items() if value is not None}
+    with pytest.raises(ValueError, match=said):
+        task(written(tmp_path, rows, [row, row]))
+
+
+def test_of_a_class_in_a_column_of_its_own_the_evaluation_split_has_to_have_it(tmp_path):
+    rows = [{"text": "x", "a": n, "b": 1} for n in (0, 1)]
+    folder = written(tmp_path, rows, [{"text": "x", "a": 1}])
+    with pytest.raises(ValueError, match="split 'evaluation' has no column 'b'"):
+        task(folder, label_column=["a", "b"])
+
+
 def test_rows_that_cannot_be_used_are_named_together_or_left_out(tmp_path, caplog):
     rows = [{"text": f"t{n}", "label": "ab"[n % 2]} for n in range(20)]
     for n in (3, 8):
@@ -378,6 +442,79 @@ def test_smoothing_and_class_weights_act_on_the_training_loss_alone(binary):
     assert mean.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, column in plain.score(Fixed(logits), four).items():
         assert torch.equal(column, changed.score(Fixed(logits), four)[name])
+
+
+# A teacher
+
+CNN = {"name": "text_cnn", "members": 1, "width": 4}
+
+
+def finished(folder, data, **keys):
+    """A folder like `final/` of a run, and the network in it."""
+    folder.mkdir()
+    a_task = task(data, **keys)
+    torch.manual_seed(1)
+    network = a_task.model()
+    a_task.export(network, folder)
+    if not (folder / "model.safetensors").exists():
+        save_file(network.state_dict(), folder / "model.safetensors")
+    return network.eval()
+
+
+@pytest.mark.parametrize("model", [BERT, CNN], ids=lambda model: model["name"])
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0]])
+def test_with_a_teacher_the_loss_is_labels_and_divergence_in_their_shares(
+    binary, tmp_path, model, weights
+):
+    """Written out; the outputs of the teacher are matched by the names of their classes."""
+    network = finished(tmp_path / "final", binary, model=model)
+    description = json.loads((tmp_path / "final" / "config.json").read_text())
+    description["id2label"] = {"0": "1", "1": "0"}
+    (tmp_path / "final" / "config.json").write_text(json.dumps({**description, "label2id": {}}))
+    teacher = {"name": str(tmp_path / "final"), "alpha": 0.3, "temperature": 2.0}
+    keys = {"label_smoothing": 0.1, "class_weights": weights}
+    taught, plain = task(binary, teacher=teacher, **keys), task(binary, **keys)
+    five, fixed = batch(taught, range(5)), Fixed(torch.randn(5, 2, dtype=torch.float64))
+    with torch.no_grad():
+        output = network.double()(**five["inputs"])
+        theirs = (getattr(output, "logits", output).flip(1) / 2).softmax(1)
+    ours = (fixed.logits / 2).softmax(1)
+    expected = 0.7 * plain.loss(fixed, five)
+    for row, label in enumerate(five["label"].tolist()):
+        divergence = (theirs[row] * (theirs[row] / ours[row]).log()).sum()
+        expected = expected + 0.3 * (weights or [1.0, 1.0])[label] * 2 * 2 * divergence
+    loss = taught.loss(fixed, five)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    (gradient,), (by_hand,) = (torch.autograd.grad(x, fixed.logits) for x in (loss, expected))
+    torch.testing.assert_close(gradient, by_hand, rtol=1e-9, atol=1e-12)
+    assert taught.count(five) == plain.count(five)
+    scores, same = table(taught, fixed.logits, five), table(plain, fixed.logits, five)
+    assert all((scores[name] == same[name]).all() for name in same)
+    assert taught.data_identity.keys() - plain.data_identity.keys() == {"teacher"}
+    assert len(pickle.dumps(taught)) < len(pickle.dumps(plain)) + 2000  # no weights
+
+
+def test_a_teacher_with_another_tokenizer_or_other_classes_is_refused(binary, tmp_path):
+    folder = tmp_path / "final"
+    finished(folder, binary, max_length=16)
+    teacher = {"name": str(folder)}
+    with pytest.raises(ValueError, match=r"another tokenizer .*300 and 290 tokens\): set task.tok"):
+        task(binary, teacher=teacher, vocab_size=290)
+    task(binary, teacher=teacher, max_length=16, vocab_size=290, tokenizer=str(folder))
+    with pytest.raises(ValueError, match=r"at most 16 tokens: task.max_length=16"):
+        task(binary, teacher=teacher)
+    rows = [json.loads(line) for line in (binary / "train.jsonl").read_text().splitlines()]
+    others = written(tmp_path / "others", [{**row, "label": row["label"] + 1} for row in rows])
+    with pytest.raises(ValueError, match=r"does not know the class\(es\) \['2'\].*\['0', '1'\]"):
+        task(others, teacher=teacher, max_length=16, tokenizer=str(folder))
+    numbers = written(tmp_path / "numbers", [{**row, "label": 0.5} for row in rows])
+    with pytest.raises(ValueError, match=r"task.teacher is for single_label"):
+        task(numbers, teacher=teacher)
+    shutil.rmtree(folder)
+    finished(folder, binary, model=CNN)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="not the final/ of a text classification run"):
+        task(binary, teacher=teacher)
 
 
 def test_keys_for_one_label_are_refused_for_other_kinds(tmp_path):
@@ -589,8 +726,9 @@ def test_an_exported_model_answers_in_a_pipeline_as_it_did_here(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_one_run_on_one_process_and_on_two(tmp_path):
-    """Pairs, of lengths that differ, grouped: the curve and the weights agree to 1e-9."""
+def test_a_run_on_one_process_and_on_two(tmp_path, binary):
+    """Pairs, of lengths that differ, grouped; and what a teacher knows: the curves and the weights
+    agree to 1e-9."""
     draw = random.Random(1)
     rows = [
         {"sentence1": sentence(draw), "sentence2": sentence(draw, 6), "label": draw.random() * 5}
@@ -609,11 +747,23 @@ def test_one_run_on_one_process_and_on_two(tmp_path):
         "tracking": {"with": []},
     }
     (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(run_config))
-    for name, processes in (("one", 1), ("two", 2)):
-        arguments = command(processes, str(tmp_path / "pairs.yaml"), f"name={name}")
+    finished(tmp_path / "teacher", binary)
+    taught = {"teacher": {"name": str(tmp_path / "teacher")}, "class_weights": [1.0, 3.0]}
+    run_config["task"] = raw_config(binary, model=CNN, label_smoothing=0.1, **taught)
+    (tmp_path / "taught.yaml").write_text(yaml.safe_dump(run_config))
+    for processes in (1, 2):
+        names = {kind: f"name={kind}-{processes}" for kind in ("pairs", "taught")}
+        lines = [json.dumps([str(tmp_path / f"{kind}.yaml"), name]) for kind, name in names.items()]
+        (tmp_path / "runs.jsonl").write_text("\n".join(lines))
+        script = ROOT / "tests" / "recipe_runs.py"
+        arguments = command(processes, str(tmp_path / "runs.jsonl"), script=script)
         code, output = run(arguments, timeout=140)
         assert code == 0, output
-    one, two = tmp_path / "one", tmp_path / "two"
+    for kind in names:
+        assert_same(tmp_path / f"{kind}-1", tmp_path / f"{kind}-2")
+
+
+def assert_same(one, two):
     for row, same in zip(metrics(one), metrics(two), strict=True):
         assert row["train/loss"] == pytest.approx(same["train/loss"], abs=1e-9)
     for key, value in summary(one)["metrics"].items():

@@ -239,6 +239,18 @@ def test_what_is_not_there_is_said_with_the_key_to_set(tmp_path):
         splits(empty)
 
 
+def test_files_whose_columns_are_of_several_kinds_are_an_error_that_says_so(tmp_path):
+    (tmp_path / "train-0.jsonl").write_text('{"text": "a", "label": 1}\n')
+    (tmp_path / "train-1.jsonl").write_text('{"text": "b", "label": "x"}\n')
+    with pytest.raises(ValueError, match=r"train-0.jsonl, .*train-1.jsonl: a column .*label"):
+        splits(tmp_path)
+    for split, labels in (("train", [0, 1]), ("validation", ["x", "y"])):
+        data = {"text": ["a", "b"], "label": labels}
+        datasets.Dataset.from_dict(data).to_parquet(tmp_path / f"tables/{split}.parquet")
+    with pytest.raises(ValueError, match="a file of the data cannot be read, or its columns"):
+        splits(tmp_path / "tables")
+
+
 def test_the_identity_is_that_of_the_content_and_not_of_its_place(tmp_path):
     one, other = (corpus(tmp_path / name, train=9, dev=3) for name in "ab")
     assert splits(one).identity == splits(other).identity

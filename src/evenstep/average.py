@@ -24,7 +24,7 @@ class Average:
     """The averages by the parameters' names; DTensors where the parameters are."""
 
     count: int
-    """Updates so far; a checkpoint has to keep it. A step that is left out is none."""
+    """Steps so far, but those left out after the start; a checkpoint has to keep it."""
 
     def __init__(
         self,
@@ -45,10 +45,14 @@ class Average:
         self._swapped = swapped
 
     def update(self) -> None:
-        """After each step."""
+        """After each step that is not left out."""
         num_averaged = max(0, self.count - self._start)
         self._move(_local(self.tensors.values()), _local(self._parameters), num_averaged)
         self.count += 1
+
+    def skip(self) -> None:
+        """After each step that is left out: it brings the start nearer, and is averaged nowhere."""
+        self.count += self.count < self._start
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -200,16 +200,17 @@ class PlannedDataset:
         seed_everything(seed_of("mix", self.plan.seed, *self.plan.step_of(positions[0])))
         return samples
 
-    def _read(self, keys: list[tuple[int, int]]) -> list[Any]:
+    def _read(self, keys: list[tuple[int, ...]]) -> list[Any]:
         if self.augment is None and hasattr(self.dataset, "__getitems__"):
             # One read for the whole micro-batch, seeded as one should the dataset draw by itself.
             seed_everything(seed_of("augment", self.plan.seed, *keys[0]))
-            return list(self.dataset.__getitems__([index for _, index in keys]))
-        return [self._sample(epoch, index) for epoch, index in keys]
+            return list(self.dataset.__getitems__([index for _, index, *_ in keys]))
+        return [self._sample(key) for key in keys]
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        seed_everything(seed_of("augment", self.plan.seed, epoch, index))
-        sample = self.dataset[index]
+    def _sample(self, key: tuple[int, ...]) -> Any:
+        # Repeats by their number, not their position: what comes once keeps (epoch, sample index).
+        seed_everything(seed_of("augment", self.plan.seed, *key))
+        sample = self.dataset[key[1]]
         return sample if self.augment is None else self.augment(sample)
 
 

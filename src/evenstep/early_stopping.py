@@ -40,9 +40,7 @@ class Watched:
         return gain > self.rule.min_delta
 
 
-def check_rule(
-    rule: EarlyStopping | None, task: Task, *, eval_every: int, last_step: int
-) -> None:
+def check_rule(rule: EarlyStopping | None, task: Task, *, eval_every: int, last_step: int) -> None:
     """Raises ValueError for a rule that cannot decide, or that could end no run of `last_step`
     steps with an evaluation every `eval_every` (0: only at the end)."""
     if watched(rule, task) is None:

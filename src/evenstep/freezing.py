@@ -15,21 +15,23 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     * stands for any characters, dots too, ? for one. They get no gradient, weight decay or
     optimizer state, and stay what they are, bit for bit.
 
-    A BatchNorm whose parameters are all named keeps its statistics as well, and normalises by
-    them: else the model would change although its weights do not. Dropout goes on.
-    Raises ValueError for a pattern that names nothing.
+    A BatchNorm whose parameters are all named, or that is named and has none, keeps its statistics
+    as well, and normalises by them: else the model would change although its weights do not.
+    Dropout goes on. Raises ValueError for a pattern that names nothing.
     """
     parameters = dict(model.named_parameters())
+    norms = {name: each for name, each in model.named_modules() if isinstance(each, _BatchNorm)}
     for pattern in patterns:
-        named = [name for name in parameters if _names(pattern, name)]
+        named = [name for name in (*parameters, *norms) if _names(pattern, name)]
         if not named:
-            raise ValueError(f"freeze: {pattern!r} names no parameter; {_nearest(pattern, model)}")
-        for name in named:
+            nearest = _nearest(pattern, [*parameters, *norms])
+            raise ValueError(f"freeze: {pattern!r} names no parameter; {nearest}")
+        for name in parameters.keys() & named:
             parameters[name].requires_grad_(False)
-    for name, module in model.named_modules():
-        own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
-        if own and isinstance(module, _BatchNorm) and all(_any(patterns, key) for key in own):
-            module.eval()
+    for name, norm in norms.items():
+        own = [f"{name}.{key}" for key, _ in norm.named_parameters(recurse=False)]
+        if all(_any(patterns, key) for key in own or [name]):
+            norm.eval()
 
 
 def _names(pattern: str, name: str) -> bool:
@@ -47,8 +49,8 @@ def _with_modules(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-def _nearest(pattern: str, model: nn.Module) -> str:
-    names = {each: None for name, _ in model.named_parameters() for each in _with_modules(name)}
+def _nearest(pattern: str, freezable: Iterable[str]) -> str:
+    names = {each: None for name in freezable for each in _with_modules(name)}
     plain = pattern.strip("*.")
     inside = [name for name in names if plain and plain in name]
     nearest = inside[:3] or difflib.get_close_matches(plain, names, n=3, cutoff=0.4)

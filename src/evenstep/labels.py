@@ -44,7 +44,7 @@ class LabelMap:
         for row, label in enumerate(labels):
             if label is None:
                 raise ValueError(_unusable(label, row, split))
-            if label not in self.numbers:
+            if isinstance(label, list | dict) or label not in self.numbers:
                 some = ", ".join(map(repr, list(self.numbers)[:10]))
                 raise ValueError(
                     f"row {row} of split {split!r} has the label {label!r}, which the training "
@@ -63,6 +63,17 @@ def _unusable(label: Any, row: int, split: str) -> str:
         f"row {row} of split {split!r} has the label {label!r} ({kind}); "
         "a label is text, a whole number or true/false"
     )
+
+
+def declared_labels(values: list[Any], feature: Any) -> tuple[list[Any], list[str] | None]:
+    """The labels of a column, and the names of the classes where its feature declares them."""
+    names = getattr(getattr(feature, "feature", feature), "names", None)
+    if names is None:
+        return values, None
+    known = dict(enumerate(names))  # not the -1 by which hub datasets write "no label"
+    if any(isinstance(value, list) for value in values):
+        return [value and [known.get(label) for label in value] for value in values], names
+    return [known.get(value) for value in values], names
 
 
 def seeded_split(

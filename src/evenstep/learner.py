@@ -43,9 +43,11 @@ class Learner:
             self.average.update()
 
     def discard(self) -> None:
-        """The end of a step that is left out: nothing moves."""
+        """The end of a step that is left out: nothing moves but the count of steps."""
         self.strategy.discard()
         self.batchnorm.discard()
+        if self.average:
+            self.average.skip()
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:

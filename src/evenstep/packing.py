@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from evenstep.labels import IGNORED
+from evenstep.texts import no_column
 
 import numpy as np
 import torch
@@ -67,10 +68,11 @@ def pack(
     *,
     column: str = "text",
     share: bool = True,
+    split: str = "train",
 ) -> Sequences:
     """All documents of `rows` as sequences; one piece a sequence unless they `share`. Empty
     documents are left out. Raises ValueError for a row without text in `column`."""
-    tokens, sizes, counts = encode(texts(rows, column), tokenizer)
+    tokens, sizes, counts = encode(texts(rows, column, split), tokenizer)
     pieces = cut(counts, sizes, sequence_length)
     if not share:
         return Sequences(tokens, pieces, np.arange(len(pieces) + 1))
@@ -79,15 +81,14 @@ def pack(
     return Sequences(tokens, pieces[order], np.cumsum([0, *map(len, groups)]))
 
 
-def texts(rows: Iterable[Mapping[str, Any]], column: str) -> Iterator[str]:
+def texts(rows: Iterable[Mapping[str, Any]], column: str, split: str = "train") -> Iterator[str]:
     for number, row in enumerate(rows):
         if column not in row:
-            raise ValueError(
-                f"the data has no column {column!r}; set task.text_column to one of: "
-                f"{', '.join(row)}"
-            )
+            raise no_column(column, split, row, "task.text_column")
         if not isinstance(row[column], str):
-            raise ValueError(f"row {number} has no text in column {column!r}: {row[column]!r}")
+            raise ValueError(
+                f"split {split!r}: row {number} has no text in column {column!r}: {row[column]!r}"
+            )
         if row[column]:
             yield row[column]
 

@@ -79,11 +79,17 @@ def _permuted_block(seed: int, n: int, epoch: int, block: int) -> list[int]:
 
 
 @lru_cache(maxsize=2)  # a micro-batch may straddle two epochs
-def _ordered_epoch(order: Order, seed: int, micro_batch_size: int, n: int, epoch: int) -> list[int]:
-    indices: list[int] = order(seed, micro_batch_size, epoch).tolist()
-    if len(indices) != n or not all(0 <= index < n for index in indices):
+def _ordered_epoch(
+    order: Order, seed: int, micro_batch_size: int, n: int, epoch: int
+) -> tuple[list[int], list[int]]:
+    """The samples in order, and for each how often the epoch had it before."""
+    indices = order(seed, micro_batch_size, epoch)
+    if len(indices) != n or indices.min() < 0 or indices.max() >= n:
         raise ValueError(f"Task.order has to give {n} indices from 0 to {n - 1} for epoch {epoch}")
-    return indices
+    grouped, places = indices.sort(stable=True)
+    before = torch.empty_like(places)
+    before[places] = torch.arange(n) - torch.searchsorted(grouped, grouped)
+    return indices.tolist(), before.tolist()
 
 
 @dataclass(frozen=True)
@@ -152,26 +158,28 @@ class Plan:
         for position in range(start, stop, self.micro_batch_size):
             yield range(position, position + self.micro_batch_size)
 
-    def samples(self, positions: range) -> list[tuple[int, int]]:
-        """(epoch, sample index) at each of a run of positions."""
+    def samples(self, positions: range) -> list[tuple[int, ...]]:
+        """The key of the sample at each of a run of positions: (epoch, sample index), and where
+        the epoch had that sample before, how often."""
         assert self.num_samples is not None
-        found: list[tuple[int, int]] = []
+        found: list[tuple[int, ...]] = []
         while len(found) < len(positions):
             epoch, offset = divmod(positions[len(found)], self.num_samples)
             wanted = len(positions) - len(found)
-            found += [(epoch, index) for index in self._epoch_part(epoch, offset, wanted)]
+            found += [(epoch, *key) for key in self._epoch_part(epoch, offset, wanted)]
         return found
 
-    def _epoch_part(self, epoch: int, offset: int, wanted: int) -> list[int]:
-        """The samples of an epoch from `offset` on: at least one, at most `wanted`."""
+    def _epoch_part(self, epoch: int, offset: int, wanted: int) -> list[tuple[int, ...]]:
+        """The keys of the samples of an epoch from `offset` on: at least one, at most `wanted`."""
         n = self.num_samples
         assert n is not None
         if self.order:
-            size = self.micro_batch_size
-            return _ordered_epoch(self.order, self.seed, size, n, epoch)[offset : offset + wanted]
+            ordered = _ordered_epoch(self.order, self.seed, self.micro_batch_size, n, epoch)
+            pairs = zip(*(part[offset : offset + wanted] for part in ordered), strict=True)
+            return [(index, before) if before else (index,) for index, before in pairs]
         block, within = divmod(offset, BLOCK)
         indices = _permuted_block(self.seed, n, epoch, block)
-        return indices[within : within + wanted]
+        return [(index,) for index in indices[within : within + wanted]]
 
     def step_of(self, position: int) -> tuple[int, int]:
         """The step (from 1) and the number of the micro-batch that cover a position."""

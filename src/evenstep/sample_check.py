@@ -26,6 +26,7 @@ from evenstep.seeding import seed_everything
 from evenstep.streams import Streams
 from evenstep.task import Batch, Dataset, Task
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
@@ -45,11 +46,12 @@ def check_samples(task: Task, config: RunConfig, hardware: Hardware) -> None:
 
 
 def _check(task: Task, config: RunConfig) -> None:
-    size = AT_ONCE if config.micro_batch_size == "auto" else min(config.micro_batch_size, AT_ONCE)
+    size = AT_ONCE if config.micro_batch_size == "auto" else config.micro_batch_size
     finite = config.on_nonfinite == "stop"
     problems: dict[str, list[str]] = {}  # what went wrong -> where it did
     for where, message in chain.from_iterable(
-        split.problems(size, finite=finite) for split in _splits(task, config.seed)
+        split.problems(min(size, AT_ONCE), finite=finite)
+        for split in _splits(task, config.seed, size)
     ):
         problems.setdefault(message, []).append(where)
     if problems:
@@ -62,12 +64,16 @@ class Split:
     dataset: Dataset
     batch: Callable[[Sequence[Any]], tuple[float, Batch]]
     """(number of targets, micro-batch) of samples; may draw."""
+    fewest: int
+    """1 if there are micro-batches of a single sample, else 2: a collate or a mix may need two."""
+    endless: bool = False
 
     def problems(self, size: int, *, finite: bool) -> Iterator[tuple[str, str]]:
         """(where, message) of all that fails, looked for in micro-batches of `size` samples."""
         deadline, counts = time.monotonic() + SECONDS, list[float]()
         n = len(self.dataset)
         rows = range(0, n, max(1, math.ceil(n / SAMPLES)))
+        is_whole = len(rows) == n and not self.endless
         parts = math.ceil(len(rows) / size)
         for part in range(parts):
             indices = rows[part::parts]  # from the whole split: the time may end after any part
@@ -78,10 +84,12 @@ class Split:
                 counts.append(outcome)
             if time.monotonic() > deadline:
                 break
-        if counts and not any(counts):
-            yield f"every {self.name} sample looked at", "no target counts (Task.count is 0)"
+        if is_whole and len(counts) == parts > 0 and not any(counts):
+            yield f"every {self.name} sample", "no target counts (Task.count is 0)"
 
     def _attempt(self, indices: Sequence[int], finite: bool) -> float | Exception:
+        if len(indices) < self.fewest:
+            indices = [*indices, *indices]
         try:
             seed_everything(seed_of("check", indices[0]))
             targets, batch = self.batch(_read(self.dataset, indices))
@@ -107,28 +115,28 @@ class Split:
         yield f"{self.name} samples {', '.join(map(str, indices))} in one batch", _said(failure)
 
 
-def _splits(task: Task, seed: int) -> Iterator[Split]:
+def _splits(task: Task, seed: int, micro_batch_size: int) -> Iterator[Split]:
     """Copies of the datasets: a file that one opens when it is first read (HDF5, a database) must
     not be open yet in this process when the workers of the loader are forked from it."""
-    training = partial(_training_batch, task)
+    training, fewest = partial(_training_batch, task), min(micro_batch_size, 2)
     if isinstance(task.train_dataset, Streams):
-        yield from _stream_splits(task.train_dataset, seed, training)
+        for name, dataset in _drawn(task.train_dataset, seed):
+            yield Split(name, dataset, training, fewest, endless=True)
     else:
-        yield Split("training", copy(task.train_dataset), training)
+        yield Split("training", copy(task.train_dataset), training, fewest)
     if task.eval_dataset is not None:
         evaluation = copy(task.eval_dataset)
-        yield Split("evaluation", evaluation, lambda rows: (len(rows), task.collate(rows)))
+        fewest = min(len(evaluation) % micro_batch_size or micro_batch_size, 2)  # of the last batch
+        yield Split("evaluation", evaluation, lambda rows: (len(rows), task.collate(rows)), fewest)
 
 
-def _stream_splits(
-    streams: Streams, seed: int, batch: Callable[[Sequence[Any]], tuple[float, Batch]]
-) -> Iterator[Split]:
-    """The first samples of each source."""
+def _drawn(streams: Streams, seed: int) -> Iterator[tuple[str, Dataset]]:
+    """The name of each source, and its first samples."""
     for number, source in enumerate(streams.sources):
         block = min(streams.shuffle_buffer, SAMPLES)
         only = replace(streams, sources=[source], weights=[1.0], shuffle_buffer=block)
         (stream,) = only.open([0], 1, seed, {})
-        yield Split(f"source {number}, training", _Drawn(stream.draw), batch)
+        yield f"source {number}, training", _Drawn(stream.draw)
 
 
 class _Drawn:
@@ -169,8 +177,10 @@ def _read(dataset: Dataset, indices: Sequence[int]) -> Sequence[Any]:
 
 def _refuse_nonfinite(batch: Batch) -> None:
     for path, leaf in tree_leaves_with_path(batch):
-        # Not -inf, which masks of attention hold.
-        if isinstance(leaf, Tensor) and (leaf.isnan() | leaf.isposinf()).any():
+        # Not a sparse or nested one, which cannot be asked everywhere.
+        dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+        # Not -inf, which masks of attention hold; and isposinf takes no complex numbers.
+        if dense and (leaf.isnan() | (leaf == math.inf)).any():
             raise ValueError(
                 f"NaN or infinity in the batch{keystr(path)}; mend the data, or set "
                 "on_nonfinite=skip, which leaves out steps whose loss is not finite"

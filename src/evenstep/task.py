@@ -66,7 +66,8 @@ class Task:
 
     augment: Callable[[Any], Any] | None = None
     """Random transformation of one training sample. It may draw from torch, `random` and numpy:
-    all three are seeded from (seed, epoch, sample index) right before the call."""
+    all three are seeded from (seed, epoch, sample index) right before the call; where `order`
+    repeats a sample within an epoch, also from how often it came before."""
 
     mix: Callable[[Batch], Batch] | None = None
     """Random transformation of one training micro-batch, as `collate` returned it. It and `collate`

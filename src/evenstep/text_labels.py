@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from evenstep.labels import LabelMap
+from evenstep import texts
+from evenstep.labels import LabelMap, declared_labels
 
 Kind = Literal["single_label", "multi_label", "regression"]
 Label = int | float | list[float]  # class number, number, or 0 or 1 for each class
@@ -34,7 +35,7 @@ def labels_of(kind: Kind | None, column: str | Sequence[str], rows: Any, split: 
         if kind not in (None, "multi_label"):
             raise ValueError(f"label_column {list(column)} is for multi_label, and kind is {kind}")
         return Labels("multi_label", list(column), partial(_from_columns, column))
-    values, declared = _values(rows, column)
+    values, declared = _values(rows, column, split)
     found = kind or _kind(values, declared)
     if found == "regression":
         return Labels(found, [column], partial(_each, column, _number))
@@ -75,27 +76,15 @@ def _classes(kind: Kind, values: Sequence[Any], split: str) -> list[Any]:
     return list(LabelMap.of(known, split).numbers)
 
 
-def _values(rows: Any, column: str) -> tuple[list[Any], list[str] | None]:
+def _values(rows: Any, column: str, split: str) -> tuple[list[Any], list[str] | None]:
     """The labels of a split, and the names of the classes where its features declare them."""
-    if column not in rows.column_names:
-        raise ValueError(
-            f"the data has no column {column!r}; set task.label_column to one of: "
-            f"{', '.join(rows.column_names)}"
-        )
-    values = rows[column][:]
+    values = texts.column(rows, column, split, "task.label_column")
     features = getattr(rows, "features", None) or {}
-    feature = features.get(column)
-    names = getattr(getattr(feature, "feature", feature), "names", None)
-    if names is None:
-        return values, None
-    known = dict(enumerate(names))  # not the -1 by which hub datasets write "no label"
-    if any(isinstance(value, list) for value in values):
-        return [value and [known.get(label) for label in value] for value in values], names
-    return [known.get(value) for value in values], names
+    return declared_labels(values, features.get(column))
 
 
 def _one(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label | None]:
-    values = _values(rows, column)[0]
+    values = _values(rows, column, split)[0]
     # All of them, so that an error names the row.
     filled = [next(iter(label_map.numbers)) if _missing(v) else v for v in values]
     numbers = label_map.encode(filled, split)
@@ -104,7 +93,7 @@ def _one(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label 
 
 def _several(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label | None]:
     labels: list[Label | None] = []
-    for row, value in enumerate(_values(rows, column)[0]):
+    for row, value in enumerate(_values(rows, column, split)[0]):
         own = None if _missing(value) else _listed(value)
         if unknown := set(own or ()) - set(label_map.numbers):
             raise ValueError(
@@ -121,7 +110,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _each(column: str, read: Callable[[Any], float], rows: Any, split: str) -> list[Label | None]:
     labels: list[Label | None] = []
-    for row, value in enumerate(_values(rows, column)[0]):
+    for row, value in enumerate(_values(rows, column, split)[0]):
         try:
             labels.append(None if _missing(value) else read(value))
         except (TypeError, ValueError) as error:

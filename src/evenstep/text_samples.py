@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evenstep import texts
 from evenstep.text_labels import Label, Labels
 
 import numpy as np
@@ -73,12 +74,12 @@ def usable(
 ) -> list[int]:
     """Numbers of the rows that have a text in each column, '' included, and a label. Raises
     ValueError with the others, SHOWN of them at most, unless they are to be left out."""
-    texts = [rows[column][:] for column in columns]
+    values = [texts.column(rows, column, split, "task.text_columns") for column in columns]
     problems = dict[int, str]()
     for row, label in enumerate(labels):
-        for column, values in zip(columns, texts, strict=True):
-            if not isinstance(values[row], str):
-                problems[row] = f"has no text in column {column!r}: {values[row]!r}"
+        for column, own in zip(columns, values, strict=True):
+            if not isinstance(own[row], str):
+                problems[row] = f"has no text in column {column!r}: {own[row]!r}"
         if label is None:
             problems[row] = "has no label"
     if problems and not skip:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,3 +15,19 @@ class TextSplits:
     eval: Any | None
     identity: Mapping[str, Any] = field(default_factory=dict)
     """What identifies the data; goes into the run's environment.json, compared on resume."""
+
+
+def column(rows: Any, name: str, split: str, key: str) -> list[Any]:
+    """The values of a column of a split. Raises ValueError if the split has no such column; `key`
+    sets its name."""
+    if name in rows.column_names:
+        values: list[Any] = rows[name][:]
+        return values
+    raise no_column(name, split, rows.column_names, key)
+
+
+def no_column(name: str, split: str, names: Iterable[str], key: str) -> ValueError:
+    other = "" if split == "train" else ", or evaluate on a split that has it, or on none"
+    return ValueError(
+        f"split {split!r} has no column {name!r}; set {key} to one of: {', '.join(names)}{other}"
+    )

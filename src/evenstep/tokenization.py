@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -112,7 +113,10 @@ def identity(tokenizer: Any) -> str:
 
 def _serialised(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)  # not that of a Python tokenizer
-    return backend.to_str() if backend else repr(sorted(tokenizer.get_vocab().items()))
+    if not backend:
+        return repr(sorted(tokenizer.get_vocab().items()))
+    how_it_was_called = {"truncation": None, "padding": None}
+    return json.dumps({**json.loads(backend.to_str()), **how_it_was_called})
 
 
 def _fingerprint(texts: Sequence[str]) -> str:

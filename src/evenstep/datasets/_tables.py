@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,15 @@ def _remote(config: TablesConfig) -> Any:
 
 def prepared(builder: Any) -> Tables:
     """The splits that have samples. Several processes may call this at once: files are locked."""
-    builder.download_and_prepare()
+    from datasets.exceptions import DatasetBuildError
+
+    try:
+        builder.download_and_prepare()
+    except DatasetBuildError as error:
+        raise ValueError(
+            "a file of the data cannot be read, or its columns are of another kind than those of "
+            f"the other files, of whichever split: {error.__cause__ or error}"
+        ) from error
     # Not load_dataset: it fails as soon as any split is empty.
     sizes = {name: split.num_examples for name, split in builder.info.splits.items()}
     return {name: builder.as_dataset(split=name) for name, size in sizes.items() if size}
@@ -96,3 +105,14 @@ def table(config: TablesConfig, tables: Tables, split: str) -> Any:
         f"{config.name} has no split {split!r} with samples; it has: "
         f"{', '.join(tables) or 'none, neither parquet files nor class folders'}"
     )
+
+
+def fingerprint(table: Any) -> str:
+    """Of the size and of up to 1024 rows: the same wherever the data lies."""
+    some = table.select(range(0, len(table), max(1, len(table) // 1024)))
+    return digest((len(table), some.to_list()))
+
+
+def digest(value: Any) -> str:
+    """A hash of numbers and text in lists, tuples and dicts."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

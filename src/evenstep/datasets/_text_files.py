@@ -53,7 +53,11 @@ def read(config: TextFilesConfig, files: Sequence[tuple[str, Path]]) -> Any:
             tables.append(Dataset.from_dict(_columns(config, name, _decoded(config, name, path))))
         except pa.ArrowException as error:
             raise ValueError(f"{name}: a column has values of several kinds: {error}") from error
-    return concatenate_datasets(tables)
+    try:
+        return concatenate_datasets(tables)
+    except ValueError as error:
+        names = ", ".join(name for name, _ in files)
+        raise ValueError(f"{names}: a column has values of another kind: {error}") from error
 
 
 def _decoded(config: TextFilesConfig, name: str, path: Path) -> str:

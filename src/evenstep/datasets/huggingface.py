@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 from evenstep.datasets import _image_folder, _tables
 from evenstep.datasets._tables import EVAL_SPLITS, Tables, TablesConfig
 from evenstep.images import ImageSplits, decode, fingerprint, spread
-from evenstep.labels import LabelMap, seeded_split
+from evenstep.labels import LabelMap, declared_labels, seeded_split
 
 import numpy as np
 import PIL.Image
@@ -134,11 +134,7 @@ def _labels(config: Config, table: Any) -> tuple[list[Any], list[str] | None]:
     """The labels of a split, and the names of the classes where its features declare them."""
     column = _column(config, table, "label_column", ("label",))
     values = table.select_columns([column]).with_format("arrow")[:].column(column).to_pylist()
-    names = getattr(table.features[column], "names", None)
-    if names is None:
-        return values, None
-    known = dict(enumerate(names))  # not the -1 by which hub datasets write "no label"
-    return [known.get(value) for value in values], names
+    return declared_labels(values, table.features[column])
 
 
 def _column(config: Config, table: Any, key: str, usual: Sequence[str]) -> str:

@@ -5,10 +5,12 @@ A source is on the hub or local, and has rows of any kind; several are mixed by 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evenstep.datasets import _lines
+from evenstep.datasets import _lines, _tables
 from evenstep.sections import Section
 from evenstep.streams import Streams
 from evenstep.texts import TextSplits
@@ -65,7 +67,7 @@ class Config(Section):
 
 def build(config: Config) -> TextSplits:
     """Raises ValueError for a source that cannot be found."""
-    sources = [rows_of(source) for source in config.sources]
+    sources, files = zip(*map(rows_of, config.sources), strict=True)
     weights = [source.weight for source in config.sources]
     held_out = config.eval and first_rows(config.eval, config.eval_rows)
     return TextSplits(
@@ -73,8 +75,9 @@ def build(config: Config) -> TextSplits:
         eval=held_out,
         identity={
             "revisions": [source.revision for source in config.sources],
+            "files": [_tables.digest(described(names)) for names in files],
             "shards": [source.num_shards for source in sources],
-            "eval_rows": len(held_out or ()),
+            "eval": held_out and _tables.fingerprint(held_out),
         },
     )
 
@@ -83,15 +86,24 @@ def first_rows(location: Location, count: int) -> Any:
     """A `datasets.Dataset` of up to `count` rows."""
     from datasets import Dataset
 
-    rows = list(rows_of(location).take(count))
+    rows = list(rows_of(location)[0].take(count))
     if not rows:
         raise ValueError(f"{location.name}: no rows to evaluate on; eval=null switches it off")
     return Dataset.from_list(rows)
 
 
-def rows_of(location: Location) -> Any:
-    """The `datasets.IterableDataset` of a location."""
-    from datasets import load_dataset
+def described(files: Sequence[str]) -> list[Any]:
+    """Local files by name and size, wherever they lie; those on the hub by their addresses, which
+    hold the commit."""
+    if not all(map(os.path.isfile, files)):
+        return list(files)
+    root = os.path.commonpath(map(os.path.dirname, files))
+    return [(os.path.relpath(name, root), Path(name).stat().st_size) for name in files]
+
+
+def rows_of(location: Location) -> tuple[Any, Sequence[str]]:
+    """The `datasets.IterableDataset` of a location, and the files that it reads."""
+    from datasets import load_dataset_builder
 
     path = Path(location.name).expanduser().absolute()
     files = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
@@ -99,16 +111,16 @@ def rows_of(location: Location) -> Any:
         return _from_files(location, files)
     name = str(path) if files else location.name
     try:
-        return load_dataset(
-            name, location.config, split=location.split, revision=location.revision, streaming=True
-        )
+        builder = load_dataset_builder(name, location.config, revision=location.revision)
     except (ConnectionError, FileNotFoundError) as error:
         raise ValueError(
             f"{location.name!r} is no local file, folder or pattern, and on the hub: {error}"
         ) from error
+    names = {str(split): found for split, found in builder.config.data_files.items()}
+    return builder.as_streaming_dataset(location.split), names[location.split]
 
 
-def _from_files(location: Location, files: list[Path]) -> Any:
+def _from_files(location: Location, files: list[Path]) -> tuple[Any, Sequence[str]]:
     from datasets import load_dataset
 
     endings = {_ending(path) for path in files}
@@ -118,10 +130,11 @@ def _from_files(location: Location, files: list[Path]) -> Any:
             f"files of one kind: .jsonl, .txt, {', '.join(READERS)}"
         )
     (ending,) = endings
-    if ending in (".jsonl", ".txt"):
-        return _lines.dataset(files, as_json=ending == ".jsonl")
     paths = [str(path) for path in files]
-    return load_dataset(READERS[ending], data_files=paths, split="train", streaming=True)
+    if ending in (".jsonl", ".txt"):
+        return _lines.dataset(files, as_json=ending == ".jsonl"), paths
+    reader = READERS[ending]
+    return load_dataset(reader, data_files=paths, split="train", streaming=True), paths
 
 
 def _ending(path: Path) -> str:

@@ -6,7 +6,6 @@ data/train-00000-of-00001.parquet; train/part1.txt). A copy of a hub repository 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ def build(config: Config) -> TextSplits:
     tables = _tables_of(config)
     train, held_out, said = _evaluation(config, tables)
     logger.info("%s: %s", config.name, said)
-    parts = [_fingerprint(table) for table in (train, held_out) if table is not None]
+    parts = [_tables.fingerprint(table) for table in (train, held_out) if table is not None]
     return TextSplits(
         train=train,
         eval=held_out,
@@ -101,9 +100,3 @@ def _rows(config: Config, names: Sequence[str]) -> Any:
 
     paths = DownloadManager().download_and_extract(list(names))  # local files stay where they are
     return _text_files.read(config, list(zip(names, map(Path, paths), strict=True)))
-
-
-def _fingerprint(table: Any) -> str:
-    """Of the size and of up to 1024 rows: the same wherever the data lies."""
-    some = table.select(range(0, len(table), max(1, len(table) // 1024)))
-    return hashlib.sha256(repr((len(table), some.to_list())).encode()).hexdigest()[:16]

@@ -10,6 +10,7 @@ from typing import Any
 from evenstep.lora import Lora, adapted
 from evenstep.sections import Section
 
+import torch
 from pydantic import Field
 from torch import nn
 
@@ -38,6 +39,28 @@ def fresh(
     class such as AutoModelForCausalLM; `needed` are configuration values that the data decides,
     `usual` those that the section may override, of which the ones the type knows are set.
     Raises ValueError for unknown configuration keys."""
+    return adapted(_unadapted(section, auto, usual, needed), section.lora)
+
+
+def fresh_text(
+    section: TransformersConfig, auto: Any, *, tokenizer: Any, length: int, **needed: Any
+) -> nn.Module:
+    """`fresh`, for texts of up to `length` tokens."""
+    # Llama's own defaults, 1 and 2, are any tokens of another tokenizer.
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        needed[name] = getattr(tokenizer, name)
+    enough = length + tokenizer.pad_token_id + 1
+    usual = {"vocab_size": len(tokenizer), "max_position_embeddings": enough}
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # takes no memory
+        first = first_position(_unadapted(section, auto, usual, needed))
+    return fresh(
+        section, auto, usual={**usual, "max_position_embeddings": length + first}, **needed
+    )
+
+
+def _unadapted(
+    section: TransformersConfig, auto: Any, usual: Mapping[str, Any], needed: Mapping[str, Any]
+) -> nn.Module:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(section.name)
@@ -46,7 +69,7 @@ def fresh(
     fitting = {key: value for key, value in usual.items() if hasattr(default, key)}
     model_config = AutoConfig.for_model(section.name, **{**fitting, **section.config, **needed})
     model: nn.Module = auto.from_config(model_config)
-    return adapted(model, section.lora)
+    return model
 
 
 def read_config(section: TransformersConfig) -> Any:
@@ -66,8 +89,6 @@ def read_config(section: TransformersConfig) -> Any:
 
 def pretrained(section: TransformersConfig, auto: Any, model_config: Any) -> nn.Module:
     """The weights of a hub id or local folder in float32; those that do not fit start afresh."""
-    import torch
-
     model: nn.Module = auto.from_pretrained(
         section.name,
         config=model_config,
@@ -89,9 +110,21 @@ def check_text_fits(
             f"{section.name} has {text_config.vocab_size} tokens, the tokenizer {num_tokens}; "
             "task.tokenizer=auto takes the model's own"
         )
-    longest = getattr(text_config, "max_position_embeddings", None)
+    positions = getattr(text_config, "max_position_embeddings", None)
+    longest = positions and positions - first_position(model)
     if longest and length > longest:
         raise ValueError(f"{section.name} reads at most {longest} tokens: {length_key}={longest}")
+
+
+def first_position(model: nn.Module) -> int:
+    """Number of the position of a text's first token. RoBERTa and its like count from behind the
+    number of their padding token, so that 514 positions hold 512 tokens."""
+    padding = (
+        getattr(module, "padding_idx", None)
+        for name, module in model.named_modules()
+        if name.endswith(".position_embeddings")
+    )
+    return next((number + 1 for number in padding if number is not None), 0)
 
 
 def _source(section: TransformersConfig) -> Mapping[str, Any]:

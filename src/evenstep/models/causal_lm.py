@@ -49,8 +49,6 @@ def _model(config: Config, tokenizer: Any, sequence_length: int) -> nn.Module:
     if config.name not in model_types():
         model_config = _transformers.read_config(config)
         return _transformers.pretrained(config, AutoModelForCausalLM, model_config)
-    usual = {"vocab_size": len(tokenizer), "max_position_embeddings": sequence_length}
-    # Llama's own defaults, 1 and 2, are any tokens of another tokenizer.
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    special = {name: getattr(tokenizer, name) for name in names}
-    return _transformers.fresh(config, AutoModelForCausalLM, usual=usual, **special)
+    return _transformers.fresh_text(
+        config, AutoModelForCausalLM, tokenizer=tokenizer, length=sequence_length
+    )

@@ -33,18 +33,13 @@ def build(config: Config, *, tokenizer: Any, max_length: int, num_labels: int) -
     that do not fit the weights."""
     from transformers import AutoModelForSequenceClassification
 
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
-    special["pad_token_id"] = tokenizer.pad_token_id
     if config.name in model_types():
-        # RoBERTa counts positions from behind the number of its padding token.
-        positions = max_length + tokenizer.pad_token_id + 1
-        usual = {"vocab_size": len(tokenizer), "max_position_embeddings": positions}
-        model: Any = _transformers.fresh(
+        model: Any = _transformers.fresh_text(
             config,
             AutoModelForSequenceClassification,
-            usual=usual,
+            tokenizer=tokenizer,
+            length=max_length,
             num_labels=num_labels,
-            **special,
         )
     else:
         model_config = _transformers.read_config(config)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from evenstep import packing, tokenization
-from evenstep.classification import logits_of
+from evenstep.classification import logits_of, summed_cross_entropy
 from evenstep.labels import IGNORED
 from evenstep.sections import Section
 from evenstep.streams import Streams
@@ -63,6 +63,9 @@ class Config(Section):
     """Put several documents into a sequence. None of them sees another one; a model that cannot
     keep them apart is refused. false: one a sequence, and padding."""
 
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Part of each label that is spread over all tokens, in training."""
+
     prompt: str = ""
     """Begins the text that the model writes at each evaluation."""
 
@@ -85,7 +88,10 @@ def build(config: Config) -> Task:
         share=config.packing,
     )
     train: Any = splits.train.transformed(pack) if streamed else pack(splits.train)
-    held_out = None if splits.eval is None else pack(splits.eval)
+    held_out = None if splits.eval is None else pack(splits.eval, split="evaluation")
+    for split, found in (("train", train), ("evaluation", held_out)):
+        if isinstance(found, packing.Sequences) and not len(found):
+            raise ValueError(f"split {split!r} has no text in column {config.text_column!r}")
     return Task(
         model=partial(build_model, config, tokenizer),
         train_dataset=train,
@@ -97,7 +103,7 @@ def build(config: Config) -> Task:
             length=config.sequence_length if config.packing else None,
         ),
         count=count,
-        loss=loss,
+        loss=partial(loss, config.label_smoothing),
         score=score,
         summarize=summarize,
         best_metric="loss",
@@ -154,15 +160,15 @@ def count(batch: Batch) -> int:
     return int((batch["labels"] != IGNORED).sum())
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
+def loss(label_smoothing: float, model: nn.Module, batch: Batch) -> Tensor:
     """Summed cross entropy in nats."""
     logits = _logits(model, batch).flatten(0, 1)
     labels = batch["labels"].flatten()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return summed_cross_entropy(logits, labels, label_smoothing=label_smoothing)
 
 
 def score(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Sums over each sequence."""
+    """Sums over each sequence; the loss is without smoothing."""
     logits, labels = _logits(model, batch), batch["labels"]
     nats = F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"

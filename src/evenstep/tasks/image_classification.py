@@ -23,10 +23,10 @@ from evenstep.classification import (
     logits_of,
     num_targets,
     summed_cross_entropy,
-    target_weights,
 )
-from evenstep.distillation import Teacher, TeacherConfig, divergence
+from evenstep.distillation import Teacher, TeacherConfig, taught
 from evenstep.image_models import Inputs, build_model, export
+from evenstep.image_teacher import ImageTeacher
 from evenstep.images import (
     ImageSplits,
     OnError,
@@ -168,7 +168,7 @@ def build(config: Config) -> Task:
     needs_labels = config.class_weights == "balanced" or config.balanced_sampling
     labels = class_numbers(train) if needs_labels else []
     weights = class_weights_of(config.class_weights, labels, num_classes)
-    teacher = Teacher(config.teacher, inputs) if config.teacher else None
+    teacher = ImageTeacher(config.teacher, inputs.classes, inputs) if config.teacher else None
     return Task(
         model=partial(build_model, config.model, inputs),
         train_dataset=train,
@@ -229,12 +229,7 @@ def loss(
     supervised = summed_cross_entropy(
         logits, labels, label_smoothing=label_smoothing, class_weights=class_weights
     )
-    if teacher is None:
-        return supervised
-    alpha, temperature = teacher.config.alpha, teacher.config.temperature
-    divergences = divergence(logits, teacher.logits(images), temperature)
-    taught = (divergences * target_weights(labels, class_weights)).sum()
-    return (1 - alpha) * supervised + alpha * taught
+    return taught(teacher, supervised, images, logits, labels, class_weights)
 
 
 def score(flip: bool, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

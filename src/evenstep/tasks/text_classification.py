@@ -12,21 +12,20 @@ cross entropies of all classes (multi_label).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from evenstep import text_metrics, tokenization
 from evenstep.classification import class_weights_of, logits_of, num_targets, summed_cross_entropy
-from evenstep.labels import name_outputs
+from evenstep.distillation import Teacher, TeacherConfig, taught
 from evenstep.orders import balanced, length_grouped
 from evenstep.sections import Section
 from evenstep.streams import Streams
 from evenstep.task import Named, Task, find_module
 from evenstep.text_augmentation import token_noise
-from evenstep.text_labels import Kind, Labels, labels_of
+from evenstep.text_labels import Kind, labels_of
+from evenstep.text_models import build_model, export
 from evenstep.text_samples import (
     Batch,
     TextSamples,
@@ -35,6 +34,7 @@ from evenstep.text_samples import (
     for_pairs,
     text_columns,
 )
+from evenstep.text_teacher import TextTeacher
 from evenstep.texts import TextSplits
 
 import torch.nn.functional as F
@@ -95,6 +95,10 @@ class Config(Section):
     balanced_sampling: bool = False
     """Train on every class equally often, in place of group_by_length; for single_label."""
 
+    teacher: TeacherConfig | None = None
+    """A trained network whose outputs are learned as well (distillation), with the same tokenizer;
+    null for none. For single_label."""
+
     best_metric: str | None = None
     """Metric that decides which checkpoint is best, such as mcc; null: accuracy, macro_f1 for
     multi_label, pearson for regression."""
@@ -135,6 +139,11 @@ def build(config: Config) -> Task:
     train = read(splits.train, split="train")
     held_out = None if splits.eval is None else read(splits.eval, split="evaluation")
     weights = class_weights_of(config.class_weights, train.labels.tolist(), len(labels.names))
+    teacher = (
+        TextTeacher(config.teacher, labels.names, config.max_length, tokenizer)
+        if config.teacher
+        else None
+    )
     best_metric = config.best_metric or text_metrics.BEST[labels.kind]
     return Task(
         model=partial(build_model, config.model, tokenizer, labels, config.max_length),
@@ -142,7 +151,7 @@ def build(config: Config) -> Task:
         eval_dataset=held_out,
         collate=partial(collate, tokenizer.pad_token_id),
         count=partial(count, weights),
-        loss=partial(loss, labels.kind, config.label_smoothing, weights),
+        loss=partial(loss, labels.kind, config.label_smoothing, weights, teacher),
         score=partial(score, labels.kind),
         summarize=text_metrics.SUMMARIES[labels.kind],
         best_metric=best_metric,
@@ -163,13 +172,14 @@ def build(config: Config) -> Task:
             "classes": len(labels.names),
             "train_samples": len(train),
             "eval_samples": len(held_out or ()),
+            **({"teacher": teacher.fingerprint()} if teacher else {}),
         },
     )
 
 
 def _refuse_unused(config: Config, kind: Kind) -> None:
     """Keys that are for single_label, where the labels are of another kind."""
-    for key in ("label_smoothing", "class_weights", "balanced_sampling"):
+    for key in ("label_smoothing", "class_weights", "balanced_sampling", "teacher"):
         if getattr(config, key) and kind != "single_label":
             raise ValueError(f"task.{key} is for single_label, and the labels are {kind}")
 
@@ -180,19 +190,6 @@ def make_tokenizer(config: Config, train: Any, columns: Sequence[str]) -> Any:
         return tokenization.pretrained(name, **source, needs_end=False)
     texts = [text for column in columns for text in train[column] if isinstance(text, str) and text]
     return for_pairs(tokenization.byte_level_bpe(texts, config.vocab_size))
-
-
-def build_model(model_section: Any, tokenizer: Any, labels: Labels, max_length: int) -> nn.Module:
-    model: nn.Module = find_module("models", model_section.name, "text_encoder").build(
-        model_section, tokenizer=tokenizer, max_length=max_length, num_labels=len(labels.names)
-    )
-    name_outputs(model, labels.names)
-    model_config: Any = getattr(model, "config", None)
-    if hasattr(model_config, "id2label"):  # a transformers model
-        # Its pipeline then knows whether to take softmax, sigmoid or neither.
-        several = f"{labels.kind}_classification"
-        model_config.problem_type = "regression" if labels.kind == "regression" else several
-    return model
 
 
 def order(config: Config, train: TextSamples) -> Callable[[int, int, int], Tensor] | None:
@@ -212,16 +209,18 @@ def loss(
     kind: Kind,
     label_smoothing: float,
     class_weights: Tensor | None,
+    teacher: Teacher | None,
     model: nn.Module,
     batch: Batch,
 ) -> Tensor:
-    """Summed over the samples."""
-    logits = _logits(model, batch)
+    """Summed over the samples; with a teacher, its share of alpha is the divergence from it."""
+    logits, labels = _logits(model, batch), batch["label"]
     if kind != "single_label":
-        return _losses(kind, logits, batch["label"]).sum()
-    return summed_cross_entropy(
-        logits, batch["label"], label_smoothing=label_smoothing, class_weights=class_weights
+        return _losses(kind, logits, labels).sum()
+    supervised = summed_cross_entropy(
+        logits, labels, label_smoothing=label_smoothing, class_weights=class_weights
     )
+    return taught(teacher, supervised, batch["inputs"], logits, labels, class_weights)
 
 
 def score(kind: Kind, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -246,17 +245,3 @@ def _losses(kind: Kind, logits: Tensor, labels: Tensor) -> Tensor:
 def _logits(model: nn.Module, batch: Batch) -> Tensor:
     """(B, classes), or (B, 1) of a number; in float32 or wider."""
     return logits_of(model(**batch["inputs"]))
-
-
-def export(
-    model_section: Any, tokenizer: Any, labels: Labels, model: nn.Module, folder: Path
-) -> None:
-    """The tokenizer, and the model as `from_pretrained` reads it; for models that are none of
-    transformers config.json."""
-    tokenizer.save_pretrained(folder)
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)  # type: ignore[operator]
-        return
-    classes = dict(enumerate(labels.names))
-    description = {"model": model_section.model_dump(), "kind": labels.kind, "id2label": classes}
-    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
