@@ -244,6 +244,7 @@ def test_an_empty_text_has_a_token_where_the_tokenizer_gives_none(tmp_path, no_p
         {"name": "distilbert", "config": {"dim": 16, "n_layers": 1, "n_heads": 2}},
         {"name": "roberta", "config": BERT["config"]},
         {"name": "modernbert", "config": BERT["config"]},
+        {"name": "xlnet", "config": {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}},
     ],
     ids=lambda model: model["name"],
 )

@@ -66,7 +66,7 @@ def _unadapted(
     default = AutoConfig.for_model(section.name)
     known = {*default.to_dict(), *default.attribute_map}
     _refuse(section, [key for key in section.config if key not in known], known)
-    fitting = {key: value for key, value in usual.items() if hasattr(default, key)}
+    fitting = {key: value for key, value in usual.items() if key in known}
     model_config = AutoConfig.for_model(section.name, **{**fitting, **section.config, **needed})
     model: nn.Module = auto.from_config(model_config)
     return model
@@ -112,7 +112,7 @@ def check_text_fits(
         )
     positions = getattr(text_config, "max_position_embeddings", None)
     longest = positions and positions - first_position(model)
-    if longest and length > longest:
+    if longest and longest > 0 and length > longest:  # xlnet says -1: of any length
         raise ValueError(f"{section.name} reads at most {longest} tokens: {length_key}={longest}")
 
 

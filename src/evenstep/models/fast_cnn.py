@@ -24,11 +24,25 @@ class Config(Section):
     """Channels of each block. A block halves the side of the image."""
 
 
+class Conv(nn.Module):
+    """3x3 filters as the rows of a matrix, which Muon can step. They pass their input on at first,
+    as far as it has channels (as in airbench)."""
+
+    def __init__(self, width_in: int, width: int) -> None:
+        super().__init__()
+        filters = nn.Conv2d(width_in, width, 3).weight.detach()
+        nn.init.dirac_(filters[:width_in])
+        self.weight = nn.Parameter(filters.flatten(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight.unflatten(1, (-1, 3, 3)), padding=1)
+
+
 class Block(nn.Module):
     def __init__(self, width_in: int, width: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = _conv(width_in, width), _norm(width)
-        self.conv2, self.norm2 = _conv(width, width), _norm(width)
+        self.conv1, self.norm1 = Conv(width_in, width), _norm(width)
+        self.conv2, self.norm2 = Conv(width, width), _norm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         # Pooled before the norm and GELU, which then see a quarter of the values.
@@ -84,13 +98,6 @@ def _cosines(n: int) -> Tensor:
     """(n, n) orthonormal rows, the first of them constant: the discrete cosine transform."""
     angles = torch.outer(torch.arange(n), torch.arange(n) + 0.5) * (torch.pi / n)
     return F.normalize(angles.double().cos())
-
-
-def _conv(width_in: int, width: int) -> nn.Conv2d:
-    """Passes its input on at first, as far as it has channels (as in airbench)."""
-    conv = nn.Conv2d(width_in, width, 3, padding=1, bias=False)
-    nn.init.dirac_(conv.weight.data[:width_in])
-    return conv
 
 
 def _norm(width: int) -> nn.BatchNorm2d:
