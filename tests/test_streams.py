@@ -4,9 +4,13 @@ import json
 import math
 from collections import Counter
 from itertools import islice
+from types import SimpleNamespace
 
+from evenstep import run_state
 from evenstep.config import RunConfig
+from evenstep.files import to_json
 from evenstep.plan import Plan
+from evenstep.run_state import RunState
 from evenstep.stream_loader import Turns, stream_loader
 from evenstep.stream_source import pieces
 from evenstep.streams import Streams
@@ -245,3 +249,17 @@ def test_a_stream_does_not_end():
     (stream,) = Streams([numbers(3, 1)]).open([0], 1, 0, {})
     drawn = [row["number"] for row in islice(iter(stream.draw, None), 300)]
     assert Counter(drawn) == {0: 100, 1: 100, 2: 100}
+
+
+def test_a_save_in_the_background_holds_the_streams_as_they_were_at_its_step(monkeypatch):
+    """On one process nothing is sent, and so nothing copied: what is drawn while the checkpoint is
+    written would be in it."""
+    monkeypatch.setattr(run_state, "to_yaml", lambda config: "")
+    kept = {}
+    saver = SimpleNamespace(save=lambda step, tensors, **given: kept.update(given))
+    strategy = SimpleNamespace(tensors=lambda average: None)
+    learner = SimpleNamespace(strategy=strategy, average=None, numbers=dict)
+    state = RunState(step=4, streams={"0": {"count": 8}})
+    run_state.save(state, learner, None, saver, SimpleNamespace(gather=lambda value: [value]))
+    state.streams["0"] = {"count": 10}
+    assert json.loads(to_json(kept["state"]))["streams"] == {"0": {"count": 8}}

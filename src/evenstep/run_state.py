@@ -127,7 +127,8 @@ def save(
     state: RunState, learner: Learner, config: RunConfig, saver: Saver, hardware: Hardware
 ) -> None:
     """Save a checkpoint of this step; in the background, `saver.wait` tells when it is complete."""
-    streams = ChainMap(*hardware.gather(state.streams))  # each process has its own
+    # Each process has its own. A copy: training goes on while this is written in the background.
+    streams = dict(ChainMap(*hardware.gather(state.streams)))
     saver.save(
         state.step,
         learner.strategy.tensors(learner.average),
