@@ -114,6 +114,8 @@ def test_a_file_without_a_header_line_gets_its_columns_from_the_config(tmp_path)
             '{"text": "a"}\n{"text": 1}\n',
             r"train.jsonl: a column has values of several kinds",
         ),
+        ("jsonl", '{"text": "a", "n": 36893488147419103232}\n', r"train.jsonl: .*too large"),
+        ("jsonl", '{"text": "a\\ud800"}\n', r"train.jsonl: .*surrogates not allowed"),
     ],
 )
 def test_a_row_that_does_not_fit_is_named_by_its_line(tmp_path, suffix, content, message):
@@ -249,6 +251,19 @@ def test_files_whose_columns_are_of_several_kinds_are_an_error_that_says_so(tmp_
         datasets.Dataset.from_dict(data).to_parquet(tmp_path / f"tables/{split}.parquet")
     with pytest.raises(ValueError, match="a file of the data cannot be read, or its columns"):
         splits(tmp_path / "tables")
+
+
+def test_a_parquet_file_that_is_cut_off_is_an_error_that_says_so(tmp_path):
+    file = write(tmp_path, "parquet", [{"text": "a"}] * 9)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="a file of the data cannot be read"):
+        splits(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["klingon", "hex"])
+def test_an_encoding_that_is_none_is_refused_with_the_run_config(encoding):
+    with pytest.raises(ValueError, match=rf"{encoding}.*such as utf-8, latin-1"):
+        text.Config(name="any", encoding=encoding)
 
 
 def test_the_identity_is_that_of_the_content_and_not_of_its_place(tmp_path):

@@ -75,11 +75,12 @@ def _remote(config: TablesConfig) -> Any:
 
 def prepared(builder: Any) -> Tables:
     """The splits that have samples. Several processes may call this at once: files are locked."""
+    import pyarrow as pa
     from datasets.exceptions import DatasetBuildError
 
     try:
         builder.download_and_prepare()
-    except DatasetBuildError as error:
+    except (DatasetBuildError, pa.ArrowException) as error:  # the second: of a file that is cut off
         raise ValueError(
             "a file of the data cannot be read, or its columns are of another kind than those of "
             f"the other files, of whichever split: {error.__cause__ or error}"

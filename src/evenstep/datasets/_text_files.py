@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from evenstep.sections import Section
 
+from pydantic import field_validator
+
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON = (".jsonl", ".ndjson", ".json")
 SUFFIXES = (*DELIMITERS, *JSON, ".txt")
@@ -26,6 +28,15 @@ Columns = dict[str, list[Any]]
 class TextFilesConfig(Section):
     encoding: str = "utf-8"
     """Encoding of csv, tsv, json and txt files, for example latin-1."""
+
+    @field_validator("encoding")
+    @classmethod
+    def _is_known(cls, encoding: str) -> str:
+        try:
+            "".encode(encoding)
+        except LookupError as error:
+            raise ValueError(f"{error}; such as utf-8, latin-1, cp1252, utf-16") from error
+        return encoding
 
     columns: list[str] | None = None
     """Names of the columns of csv and tsv files without a header line; null: the first line names
@@ -51,8 +62,11 @@ def read(config: TextFilesConfig, files: Sequence[tuple[str, Path]]) -> Any:
     for name, path in files:
         try:
             tables.append(Dataset.from_dict(_columns(config, name, _decoded(config, name, path))))
-        except pa.ArrowException as error:
-            raise ValueError(f"{name}: a column has values of several kinds: {error}") from error
+        # The other two: a number of more than 64 bits, and half of a surrogate pair (\ud800).
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+            raise ValueError(
+                f"{name}: a column has values of several kinds, or that no table holds: {error}"
+            ) from error
     try:
         return concatenate_datasets(tables)
     except ValueError as error:
