@@ -239,6 +239,10 @@ def test_weights_refuse_a_tokenizer_and_sequences_that_do_not_fit(gpt2_style, te
     larger = configured(texts, model=model, tokenizer="bpe", vocab_size=290)
     with pytest.raises(ValueError, match=r"has 280 tokens, the tokenizer 290.*tokenizer=auto"):
         causal_lm.build(larger).model()
+    for key in ("n_positions", "max_position_embeddings"):  # two names of one key
+        short = {"name": "gpt2", "config": {**GPT2, key: 8}}
+        with pytest.raises(ValueError, match=r"reads at most 8 tokens: task.sequence_length=8"):
+            causal_lm.build(configured(texts, model=short)).model()
     misspelt = {"name": "llama", "config": {"hiden_size": 1}}
     with pytest.raises(ValueError, match="'hiden_size'; nearest: hidden_size"):
         causal_lm.build(configured(texts, model=misspelt)).model()

@@ -66,7 +66,13 @@ def _unadapted(
     default = AutoConfig.for_model(section.name)
     known = {*default.to_dict(), *default.attribute_map}
     _refuse(section, [key for key in section.config if key not in known], known)
-    fitting = {key: value for key, value in usual.items() if key in known}
+    # GPT-2 calls max_position_embeddings n_positions as well: of two names, the section's counts.
+    given = {default.attribute_map.get(key, key) for key in section.config}
+    fitting = {
+        key: value
+        for key, value in usual.items()
+        if key in known and default.attribute_map.get(key, key) not in given
+    }
     model_config = AutoConfig.for_model(section.name, **{**fitting, **section.config, **needed})
     model: nn.Module = auto.from_config(model_config)
     return model
