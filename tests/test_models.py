@@ -149,3 +149,15 @@ def test_which_module_a_name_leads_to(tmp_path, monkeypatch):
     assert models.fallback("google/vit-base-patch16-224") == "transformers"
     assert models.fallback("swin") == "transformers"
     assert models.fallback("my_package.my_model") is None
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "test.csv", "corpus", "no_such.parquet"])
+def test_files_and_folders_of_data_are_no_modules(tmp_path, monkeypatch, name):
+    """Beside train.py, and with the folder on Python's path; `test` is a package of Python's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "corpus").mkdir()
+    for file in ("train.py", "train.jsonl", "test.csv", "corpus/mine.py"):
+        (tmp_path / file).write_text("Config = build = None\n")
+    assert find_module("datasets", name, "text").__name__ == "evenstep.datasets.text"
+    assert find_module("datasets", "corpus.mine", "text").__name__ == "corpus.mine"

@@ -136,8 +136,13 @@ def find_module(kind: str, name: str, fallback: str | None = None) -> ModuleType
 
 
 def _importable(name: str) -> bool:
-    package = name.partition(".")[0]
-    return package.isidentifier() and importlib.util.find_spec(package) is not None
+    """Whether this is a module; train.jsonl is none, although there is a train.py beside it."""
+    package, dot, _ = name.partition(".")
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    if found is None or Path(name).is_file():
+        return False
+    # A folder without an __init__.py may have modules, but is none: it may have data.
+    return found.submodule_search_locations is not None if dot else found.origin is not None
 
 
 def _with_names(module: ModuleType) -> ModuleType:
