@@ -171,8 +171,37 @@ def test_the_identity_is_that_of_the_files_and_not_of_their_place_or_time(tmp_pa
 
 def test_a_split_that_is_not_there_is_named(tmp_path):
     write(tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match="dev"):
+    with pytest.raises(ValueError, match="has no split 'dev'; it has: train"):
         built({"name": str(tmp_path), "split": "dev"})
+
+
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_an_empty_parquet_file_among_others_is_no_error(tmp_path, whole_folder):
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "train-0.parquet")
+    write(tmp_path / "train-1.parquet")
+    splits = built(tmp_path if whole_folder else tmp_path / "*.parquet")
+    assert epoch(splits.train, num_streams=1) == sorted(ROWS, key=str)
+
+
+@pytest.mark.parametrize(("kind", "end"), [("jsonl", "\n"), ("txt", "\r\n")])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, kind, end):
+    lines = ['{"text": "hello"}' if kind == "jsonl" else "hello"] * 2
+    (tmp_path / f"a.{kind}").write_text(end.join(lines), encoding="utf-8-sig", newline="")
+    source = _lines.dataset([tmp_path / f"a.{kind}"], as_json=kind == "jsonl")
+    assert list(source) == [{"text": "hello"}] * 2
+
+
+def test_a_broken_file_is_an_error_that_names_the_source(tmp_path):
+    """Found where the first rows are read for a tokenizer, on all processes alike."""
+    write(tmp_path / "whole.jsonl")
+    (tmp_path / "broken.jsonl").write_text('{"text": "hello"}\n{"te')
+    train = built(tmp_path / "whole.jsonl", tmp_path / "broken.jsonl").train
+    with pytest.raises(ValueError, match=r"source 1 cannot be read: .*broken.jsonl: the line at"):
+        train.first_rows(100)
+    for name in ("a.jsonl.gz", "a.parquet"):
+        (tmp_path / name).write_text("what else")
+        with pytest.raises(ValueError, match=rf"{name} cannot be read: "):
+            built(tmp_path / name)
 
 
 def test_a_run_config_lists_sources(tmp_path, capsys):

@@ -56,9 +56,17 @@ class Streams:
 
     def first_rows(self, count: int) -> list[Row]:
         """Some `count` rows, from the beginning of each source, as many of each: to look at the
-        data before training, or to train a tokenizer on."""
+        data before training, or to train a tokenizer on. Raises ValueError for a source that cannot
+        be read that far."""
         share = -(-count // len(self.sources))
-        return [row for source in self.sources for row in source.take(share)][:count]
+        rows: list[Row] = []
+        for number, source in enumerate(self.sources):
+            try:
+                rows += source.take(share)
+            except Exception as error:  # whatever a library says of a broken file
+                kind = type(error).__name__
+                raise ValueError(f"source {number} cannot be read: {kind}: {error}") from error
+        return rows[:count]
 
     def open(
         self, numbers: Sequence[int], num_streams: int, seed: int, states: Mapping[str, Any]

@@ -54,6 +54,6 @@ def _object(path: Path, at: int, line: bytes) -> dict[str, Any]:
 
 def _text(path: Path, at: int, line: bytes) -> str:
     try:
-        return line.decode()
+        return line.decode("utf-8" if at else "utf-8-sig")  # a file may begin with a BOM
     except UnicodeDecodeError as error:
         raise RuntimeError(f"{path}: the line at byte {at} is not UTF-8: {error}") from error

@@ -62,9 +62,14 @@ def _local(config: TablesConfig, path: Path) -> Any:
     name = config.config
     if name and (path / name).is_dir():
         path, name = path / name, None
-    # With the default batch size, an empty parquet file is an error.
-    options = {"batch_size": 1000} if any(path.rglob("*.parquet")) else {}
-    return load_dataset_builder(str(path), name, **options)
+    return load_dataset_builder(str(path), name, **reader_options(path))
+
+
+def reader_options(path: Path) -> dict[str, Any]:
+    """Of the reader of a local file or folder: by its own batch size, an empty Parquet file is an
+    error."""
+    is_parquet = path.suffix == ".parquet" or any(path.rglob("*.parquet"))
+    return {"batch_size": 1000} if is_parquet else {}
 
 
 def _remote(config: TablesConfig) -> Any:

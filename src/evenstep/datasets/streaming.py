@@ -109,14 +109,18 @@ def rows_of(location: Location) -> tuple[Any, Sequence[str]]:
     files = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
     if files and not path.is_dir():
         return _from_files(location, files)
-    name = str(path) if files else location.name
+    name, options = (str(path), _tables.reader_options(path)) if files else (location.name, {})
     try:
-        builder = load_dataset_builder(name, location.config, revision=location.revision)
+        builder = load_dataset_builder(name, location.config, revision=location.revision, **options)
     except (ConnectionError, FileNotFoundError) as error:
         raise ValueError(
             f"{location.name!r} is no local file, folder or pattern, and on the hub: {error}"
         ) from error
     names = {str(split): found for split, found in builder.config.data_files.items()}
+    if location.split not in names:
+        raise ValueError(
+            f"{location.name} has no split {location.split!r}; it has: {', '.join(names)}"
+        )
     return builder.as_streaming_dataset(location.split), names[location.split]
 
 
@@ -134,7 +138,13 @@ def _from_files(location: Location, files: list[Path]) -> tuple[Any, Sequence[st
     if ending in (".jsonl", ".txt"):
         return _lines.dataset(files, as_json=ending == ".jsonl"), paths
     reader = READERS[ending]
-    return load_dataset(reader, data_files=paths, split="train", streaming=True), paths
+    options = _tables.reader_options(files[0])
+    try:
+        rows = load_dataset(reader, data_files=paths, split="train", streaming=True, **options)
+    except Exception as error:  # whatever a library says of a broken file
+        kind = type(error).__name__
+        raise ValueError(f"{location.name} cannot be read: {kind}: {error}") from error
+    return rows, paths
 
 
 def _ending(path: Path) -> str:
