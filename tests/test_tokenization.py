@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from evenstep import packing, tokenization
@@ -75,6 +76,16 @@ def test_a_cached_tokenizer_is_read_and_another_text_or_size_trains_another(tmp_
         tokenization.byte_level_bpe(TEXTS[1:], 280, tmp_path)
     with pytest.raises(TypeError):
         tokenization.byte_level_bpe(TEXTS, 281, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_serves_for_what_it_has(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be kept in .*file.*: set XDG_CACHE_HOME"):
+        tokenization.byte_level_bpe(TEXTS, 280, tmp_path / "file" / "evenstep")
+    first = tokenization.identity(tokenization.byte_level_bpe(TEXTS, 280, tmp_path))
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("writes"))
+    monkeypatch.setattr("filelock.FileLock", lambda *_: pytest.fail("writes"))
+    assert tokenization.identity(tokenization.byte_level_bpe(TEXTS, 280, tmp_path)) == first
 
 
 def test_an_end_token_pads_where_there_is_no_padding_token(tmp_path, bpe):

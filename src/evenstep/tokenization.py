@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evenstep.files import write_atomically
 from evenstep.task import find_module
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -61,25 +62,35 @@ def byte_level_bpe(texts: Sequence[str], vocab_size: int, folder: Path | None = 
     """A byte-level BPE trained on `texts`: any text becomes tokens and comes back unchanged.
 
     Kept in `folder` (~/.cache/evenstep) under a hash of the arguments: of several processes
-    that need it at once, one trains it.
+    that need it at once, one trains it. Raises ValueError where it cannot be kept.
     """
-    from filelock import FileLock
     from transformers import PreTrainedTokenizerFast
 
     folder = folder or cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"bpe-{vocab_size}-{_fingerprint(texts)}.json"
+    try:
+        if not path.exists():  # once there it is whole; a cache that is full or read-only will do
+            _train_once(path, texts, vocab_size)
+    except OSError as error:
+        raise ValueError(
+            f"a trained tokenizer cannot be kept in {folder} ({error}): set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from error
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(path), bos_token=END, eos_token=END, pad_token=PAD
+    )
+
+
+def _train_once(path: Path, texts: Sequence[str], vocab_size: int) -> None:
+    from filelock import FileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.exists():
             logger.info("training a byte-level BPE of %d tokens: %s", vocab_size, path)
             # Renamed into place: where locks do not work (some network disks) the last one wins,
             # and all write the same.
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            train_bpe(texts, vocab_size).save(str(temporary))
-            temporary.replace(path)
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(path), bos_token=END, eos_token=END, pad_token=PAD
-    )
+            write_atomically(path, train_bpe(texts, vocab_size).to_str(pretty=True))
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int) -> Any:
