@@ -798,3 +798,12 @@ def test_the_smallest_mean_error_is_the_best(tmp_path):
     rows = [{"text": word, "label": number / 4} for number, word in enumerate("abcdefg")]
     a_task = task(written(tmp_path / "numbers", rows), best_metric="mae", kind="regression")
     assert not a_task.higher_is_better
+
+
+@pytest.mark.parametrize(
+    ("metric", "known"), [("f1_score", "accuracy, .*f1, auroc"), ("mae", "mcc")]
+)
+def test_a_best_metric_that_there_is_not_is_refused_before_training(tmp_path, metric, known):
+    rows = [{"text": f"word {i}", "label": i % 2} for i in range(8)]
+    with pytest.raises(ValueError, match=rf"task.best_metric '{metric}' is none of: .*{known}"):
+        task(written(tmp_path / "r", rows), best_metric=metric)

@@ -76,6 +76,14 @@ BEST: Mapping[Kind, str] = {
 }
 
 
+def names(kind: Kind, num_classes: int) -> list[str]:
+    """The metrics of an evaluation."""
+    shape = (2,) if kind != "multi_label" else (2, num_classes)
+    zeros = {name: np.zeros(shape) for name in ("label", "prediction")}
+    table = {**zeros, "loss": np.zeros(2), "probabilities": np.zeros((2, num_classes))}
+    return list(SUMMARIES[kind](table))
+
+
 def _mean(values: Array) -> float:
     return float(np.mean(values, dtype=np.float64))
 

@@ -24,7 +24,7 @@ from evenstep.sections import Section
 from evenstep.streams import Streams
 from evenstep.task import Named, Task, find_module
 from evenstep.text_augmentation import token_noise
-from evenstep.text_labels import Kind, labels_of
+from evenstep.text_labels import Kind, Labels, labels_of
 from evenstep.text_models import build_model, export
 from evenstep.text_samples import (
     Batch,
@@ -127,6 +127,7 @@ def build(config: Config) -> Task:
     columns = text_columns(config.text_columns, splits.train, config.data.name)
     labels = labels_of(config.kind, config.label_column, splits.train, "train")
     _refuse_unused(config, labels.kind)
+    best_metric = _best_metric(config.best_metric, labels)
     tokenizer = make_tokenizer(config, splits.train, columns)
     read = partial(
         encode,
@@ -144,7 +145,6 @@ def build(config: Config) -> Task:
         if config.teacher
         else None
     )
-    best_metric = config.best_metric or text_metrics.BEST[labels.kind]
     return Task(
         model=partial(build_model, config.model, tokenizer, labels, config.max_length),
         train_dataset=train,
@@ -182,6 +182,16 @@ def _refuse_unused(config: Config, kind: Kind) -> None:
     for key in ("label_smoothing", "class_weights", "balanced_sampling", "teacher"):
         if getattr(config, key) and kind != "single_label":
             raise ValueError(f"task.{key} is for single_label, and the labels are {kind}")
+
+
+def _best_metric(given: str | None, labels: Labels) -> str:
+    """Known before training: at the first evaluation, all steps up to there would be lost."""
+    if given is None:
+        return text_metrics.BEST[labels.kind]
+    known = text_metrics.names(labels.kind, len(labels.names))
+    if given not in known:
+        raise ValueError(f"task.best_metric {given!r} is none of: {', '.join(known)}")
+    return given
 
 
 def make_tokenizer(config: Config, train: Any, columns: Sequence[str]) -> Any:
