@@ -200,7 +200,8 @@ def test_all_problems_are_reported_at_once():
         ("schedule={name: cosine, decay: 5%}", "unknown key"),
         ("schedule={name: constant, final: 0.1}", "unknown key"),
         ("schedule.warmup=null", "not a duration"),
-        ("schedule=5", "a section has keys, not a value"),
+        ("schedule=5", "a section is no value: it has name, warmup, final"),
+        ("early_stopping=true", "it has metric, higher_is_better, patience, min_delta"),
         ("ema_decay=1", "less than 1"),
         ("optimizer.layer_decay=0", "greater than 0"),
         ("optimizer={name: schedule_free, betas: [0, 0.9]}", "greater than 0"),
@@ -379,6 +380,19 @@ def test_how_often_is_evaluated_decides_the_result_only_with_early_stopping():
     assert changed == ['eval_every: "1 epoch" -> 7']
 
 
+def test_threads_may_change_where_rounding_may():
+    bitwise = "reproducibility=bitwise"
+    assert difference(resolved(loaded()), loaded("cpu_threads=1")) == []
+    changed = difference(resolved(loaded(bitwise)), loaded(bitwise, "cpu_threads=1"))
+    assert changed == ['cpu_threads: "auto" -> 1']
+
+
+def test_a_default_that_does_not_fit_is_shown_by_its_name():
+    with pytest.raises(ConfigError) as caught:
+        loaded("optimizer.name=schedule_free")
+    assert 'schedule="cosine": optimizer.name schedule_free' in str(caught.value)
+
+
 def test_difference_names_keys_of_one_side():
     adamw, sgd = loaded("optimizer.name=adamw"), loaded("optimizer.name=sgd")
     lines = difference(resolved(adamw), sgd)
@@ -440,12 +454,9 @@ def test_a_count_that_is_found_later_is_written_auto():
     assert config.micro_batch_size == config.cpu_threads == "auto"
     assert resolved(config)["micro_batch_size"] == "auto"
     assert loaded("micro_batch_size=4", "cpu_threads=3").cpu_threads == 3
-    changed = difference(resolved(config), loaded("micro_batch_size=8", "cpu_threads=1"))
-    assert changed == [
-        'micro_batch_size: "auto" -> 8',
-        'reproducibility: "bitwise" -> "rounding"',
-        'cpu_threads: "auto" -> 1',
-    ]
+    other = loaded("micro_batch_size=8", "cpu_threads=1", "reproducibility=bitwise")
+    changed = difference(resolved(config), other)
+    assert changed == ['micro_batch_size: "auto" -> 8', 'cpu_threads: "auto" -> 1']
 
 
 def test_a_schedule_gives_the_arguments_of_lr_factor():

@@ -3,7 +3,7 @@
 import pickle
 
 from evenstep import image_teacher, text_teacher
-from evenstep.distillation import divergence
+from evenstep.distillation import TeacherConfig, divergence
 from evenstep.labels import IGNORED
 
 import pytest
@@ -179,3 +179,9 @@ def test_teachers_that_do_not_fit_are_refused(tmp_path):
         student(tmp_path)
     with pytest.raises(ValueError, match="cannot be read"):
         student("no/such-model")
+
+
+def test_the_final_of_a_run_is_pointed_to(tmp_path):
+    (tmp_path / "final").mkdir()
+    with pytest.raises(ValueError, match=f"trained network is in {tmp_path}/final"):
+        TeacherConfig(name=str(tmp_path))

@@ -184,7 +184,9 @@ def gradients_of(model):
 
 
 def test_layer_decay_needs_layers():
-    with pytest.raises(ValueError, match="no repeated blocks"):
+    with pytest.raises(
+        ValueError, match=r"layer_decay needs repeated blocks.*leave that setting out"
+    ):
         build(nn.Linear(2, 2), AdamW(layer_decay=0.9))
 
 

@@ -114,6 +114,14 @@ def test_rows_without_text_are_named():
     assert len(packing.pack([{"text": ""}, {"text": "a"}, {"text": ""}], Letters(), 8)) == 1
 
 
+def test_rows_without_text_are_left_out_and_counted_where_that_is_asked_for(caplog):
+    broken = [{"text": "ab"}, {"text": None}, {"text": "c"}, {"text": ["d"]}, {"text": ""}]
+    found = packing.pack(broken, Letters(), 8, split="evaluation", skip=True)
+    kept = packing.pack([{"text": "ab"}, {"text": "c"}], Letters(), 8)
+    assert found.tokens.tolist() == kept.tokens.tolist()
+    assert caplog.messages == ["left out: 2 rows without text of split 'evaluation'"]
+
+
 def test_padding_counts_nowhere():
     samples = list(packing.pack(rows(3, 5), Letters(), 16, share=False))
     batch = packing.collate(samples, PAD)

@@ -189,16 +189,16 @@ def test_a_transformer_keeps_its_gradients_with_frozen_inputs():
 
 def test_a_model_without_repeated_blocks_is_refused():
     for model in (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torchvision.models.vgg11()):
-        with pytest.raises(ValueError, match="no repeated blocks"):
+        with pytest.raises(ValueError, match="gradient_checkpointing needs repeated blocks"):
             gradient_checkpointing.enable(model)
 
 
 def test_blocks_are_the_outermost_repeated_parts_in_order():
     inner = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(4)]
     parts = [nn.Sequential(inner[0], inner[1]), nn.Sequential(inner[2], inner[3])]
-    assert list(blocks(nn.Sequential(*parts, nn.Linear(2, 2)))) == ["0", "1"]
+    assert list(blocks(nn.Sequential(*parts, nn.Linear(2, 2)), "a test")) == ["0", "1"]
     expected = [f"layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)]
-    assert list(blocks(torchvision.models.resnet18())) == expected
+    assert list(blocks(torchvision.models.resnet18(), "a test")) == expected
 
 
 # --- early stopping ------------------------------------------------------------------------------

@@ -375,6 +375,15 @@ def test_what_the_evaluation_split_alone_lacks_is_named_with_it(tmp_path, change
         task(written(tmp_path, rows, [row, row]))
 
 
+def test_rows_of_a_part_that_is_held_out_are_named_by_their_place_in_the_file(tmp_path):
+    rows = [{"text": f"t{n}", "label": "ab"[n % 2]} for n in range(20)]
+    rows[13]["label"] = ""
+    folder = written(tmp_path, rows)
+    for seed in range(4):  # the row is in one part or in the other
+        with pytest.raises(ValueError, match="row 13 has no label"):
+            task(folder, data={"split_seed": seed, "stratify_by": None, "eval_fraction": 0.5})
+
+
 def test_of_a_class_in_a_column_of_its_own_the_evaluation_split_has_to_have_it(tmp_path):
     rows = [{"text": "x", "a": n, "b": 1} for n in (0, 1)]
     folder = written(tmp_path, rows, [{"text": "x", "a": 1}])

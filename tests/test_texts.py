@@ -136,6 +136,17 @@ def test_another_encoding_is_reported_with_file_and_line_and_can_be_set(tmp_path
     assert rows(file, encoding="latin-1")[-1]["text"] == "café"
 
 
+def test_files_of_another_kind_are_left_out_and_told(tmp_path, caplog):
+    for name in ("a.txt", "b.txt", "c.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    assert len(rows(tmp_path)) == 2
+    assert f"left out: 1 file(s) of another kind than the rest: {tmp_path}/c.jsonl" in caplog.text
+    caplog.clear()
+    (tmp_path / "c.jsonl").unlink()
+    assert len(rows(tmp_path)) == 2
+    assert "left out" not in caplog.text
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("text\na\n", encoding="utf-8-sig")

@@ -1,6 +1,7 @@
 """Tokenizers: a BPE that is trained once, and those of hub ids and local folders."""
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,13 @@ def test_any_text_comes_back_unchanged(bpe, text):
     (ids,) = packing.plain([text], bpe)
     assert bpe.decode(ids) == text
     assert not {bpe.eos_token_id, bpe.pad_token_id} & set(ids)
+
+
+@pytest.mark.timeout(60)
+def test_a_word_as_long_as_a_picture_is_no_hindrance():
+    word = "".join(random.Random(0).choices("abcdefghij", k=1_000_000))
+    tokenizer = tokenization.train_bpe(["what a word: " + word], 300)
+    assert tokenizer.decode(tokenizer.encode(word[:5000]).ids) == word[:5000]
 
 
 def test_the_end_and_the_padding_are_tokens_of_their_own(bpe):

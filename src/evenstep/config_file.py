@@ -13,7 +13,7 @@ from typing import Any
 
 from evenstep.config import RunConfig
 from evenstep.masking import mask, mask_command, mask_tree
-from evenstep.sections import Key, is_housekeeping, keys, specialise
+from evenstep.sections import Key, Section, is_housekeeping, keys, specialise
 
 import yaml
 from pydantic import ValidationError
@@ -190,7 +190,8 @@ def _described(problem: ErrorDetails, draft: Draft, known: Mapping[Key, FieldInf
         case "extra_forbidden":
             rule = f"unknown key; {_way_out(key, known)}"
         case "model_type":
-            rule = "a section has keys, not a value"
+            inner = [other[-1] for other in known if other[:-1] == key]
+            rule = f"a section is no value: it has {', '.join(inner)}"
         case "value_error":
             rule = str(problem["ctx"]["error"])
         case _:
@@ -212,6 +213,8 @@ def _key(location: Sequence[int | str], raw: Any, known: Container[Key]) -> Key:
 
 def _given(key: Key, value: Any) -> str:
     name = ".".join(key)
+    if isinstance(value, Section):  # a default, which nobody has written
+        value = value.model_dump(mode="json", exclude_unset=True) or getattr(value, "name", {})
     text = json.dumps(mask_tree({name: value})[name], default=str, ensure_ascii=False)
     return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
 
@@ -248,6 +251,8 @@ def difference(old: Mapping[str, Any], new: RunConfig) -> list[str]:
     free = [key for key, field in keys(type(new)) if is_housekeeping(field)]
     if new.early_stopping:
         free.remove(("eval_every",))  # it decides where the run ends
+    if new.reproducibility == "rounding":
+        free.append(("cpu_threads",))  # which is all that it changes
     before, after = dict(_leaves(mask_tree(old))), dict(_leaves(mask_tree(resolved(new))))
     return [
         f"{'.'.join(key)}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"

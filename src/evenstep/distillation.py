@@ -19,7 +19,7 @@ from evenstep.sections import Section
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 
@@ -29,6 +29,13 @@ class TeacherConfig(Section):
 
     revision: str | None = None
     """Commit, tag or branch of a hub model; a commit makes the run repeatable."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_final(cls, name: str) -> str:
+        if (Path(name).expanduser() / "final").is_dir():
+            raise ValueError(f"a run's trained network is in {Path(name) / 'final'}")
+        return name
 
     alpha: float = Field(default=0.5, gt=0, le=1)
     """Share of the teacher in the loss; the labels have the rest."""

@@ -25,5 +25,5 @@ def enable(model: nn.Module) -> None:
 
     Raises ValueError if the model has no repeated blocks.
     """
-    for block in blocks(model).values():
+    for block in blocks(model, "gradient_checkpointing").values():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

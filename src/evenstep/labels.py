@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 IGNORED = -100
@@ -39,9 +40,12 @@ class LabelMap:
     def names(self) -> list[str]:
         return [str(label) for label in self.numbers]
 
-    def encode(self, labels: Sequence[Any], split: str) -> list[int]:
-        """Class numbers. Raises ValueError naming the first label that training never saw."""
-        for row, label in enumerate(labels):
+    def encode(
+        self, labels: Sequence[Any], split: str, rows: Iterable[int] | None = None
+    ) -> list[int]:
+        """Class numbers. Raises ValueError naming the first label that training never saw, and its
+        row; `rows` are the numbers of the rows where these are not 0, 1, 2, ..."""
+        for row, label in zip(count() if rows is None else rows, labels, strict=False):
             if label is None:
                 raise ValueError(_unusable(label, row, split))
             if isinstance(label, list | dict) or label not in self.numbers:

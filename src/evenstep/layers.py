@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from torch import nn
 
 
-def blocks(model: nn.Module) -> dict[str, nn.Module]:
+def blocks(model: nn.Module, needed_by: str) -> dict[str, nn.Module]:
     """The repeated blocks by name, from the first to the last: transformer layers, residual blocks.
 
     A block is a module with parts of its own, in a ModuleList or Sequential. Of all classes of
     such modules, the one that one list holds most often is taken, wherever a list holds it, which
-    gives a ResNet's blocks from all of its stages. Raises ValueError where nothing is repeated.
+    gives a ResNet's blocks from all of its stages. Raises ValueError where nothing is repeated;
+    `needed_by` is the setting that asks for blocks.
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     kinds = [Counter(type(part) for part in parts if any(part.children())) for parts in lists]
@@ -23,8 +24,8 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
     found = dict(_outermost(model, listed))
     if len(found) < 2:
         raise ValueError(
-            "the model has no repeated blocks: modules of one class, with parts of their own, in a "
-            "ModuleList or Sequential"
+            f"{needed_by} needs repeated blocks (modules of one class, with parts of their own, in "
+            "a ModuleList or Sequential), which this model has not: leave that setting out"
         )
     return found
 
@@ -39,14 +40,14 @@ def _outermost(
             yield from _outermost(part, wanted, f"{name}{key}.")
 
 
-def depths(model: nn.Module) -> dict[str, int]:
+def depths(model: nn.Module, needed_by: str) -> dict[str, int]:
     """The depth of each parameter, by name: 0 before the first block, i in the i-th block and
     between it and the next, L + 1 after the last of L blocks.
 
     "Before" and "after" are the order in which the model defines its parts, nearly always that in
     which a forward uses them.
     """
-    numbered = enumerate(blocks(model).values(), start=1)
+    numbered = enumerate(blocks(model, needed_by).values(), start=1)
     owner = {parameter: number for number, block in numbered for parameter in block.parameters()}
     names = list(model.named_parameters())
     end = 1 + max(place for place, (_, parameter) in enumerate(names) if parameter in owner)

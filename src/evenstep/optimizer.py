@@ -41,8 +41,8 @@ def lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     with L blocks, as in BEiT (Bao et al., 2021): 1 for what comes after the last block, such as
     the head. A tied parameter has that of its first name: for an embedding that is the head too,
     that of the embedding."""
-    depth = depths(model)
-    top = len(blocks(model)) + 1
+    key = "optimizer.layer_decay"
+    depth, top = depths(model, key), len(blocks(model, key)) + 1
     return {name: layer_decay ** (top - depth[name]) for name in depth}
 
 
@@ -75,7 +75,8 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 def _muon(model: nn.Module, groups: Groups, config: Any, options: dict[str, Any]) -> Optimizer:
     from evenstep.muon import Combined
 
-    inner = {p for block in blocks(model).values() for p in block.parameters() if p.ndim == 2}
+    found = blocks(model, "optimizer.name muon").values()
+    inner = {p for block in found for p in block.parameters() if p.ndim == 2}
     matrices = _only(groups, lambda parameter: parameter in inner)
     others = _only(groups, lambda parameter: parameter not in inner)
     if not matrices:

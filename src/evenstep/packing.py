@@ -6,6 +6,7 @@ token has a price too. Documents longer than a sequence are cut; each token is p
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from itertools import islice
 from typing import Any
 
 from evenstep.labels import IGNORED
-from evenstep.texts import no_column
+from evenstep.texts import ROW, no_column
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+logger = logging.getLogger(__name__)
 
 Sample = dict[str, Tensor]
 Integers = np.ndarray[Any, np.dtype[Any]]
@@ -69,10 +72,16 @@ def pack(
     column: str = "text",
     share: bool = True,
     split: str = "train",
+    skip: bool = False,
 ) -> Sequences:
     """All documents of `rows` as sequences; one piece a sequence unless they `share`. Empty
-    documents are left out. Raises ValueError for a row without text in `column`."""
-    tokens, sizes, counts = encode(texts(rows, column, split), tokenizer)
+    documents are left out. Raises ValueError for a row without text in `column`, unless such rows
+    are to be left out: how many there were is logged."""
+    left_out: list[int] = []
+    documents = texts(rows, column, split, left_out=left_out if skip else None)
+    tokens, sizes, counts = encode(documents, tokenizer)
+    if left_out:
+        logger.warning("left out: %d rows without text of split %r", len(left_out), split)
     pieces = cut(counts, sizes, sequence_length)
     if not share:
         return Sequences(tokens, pieces, np.arange(len(pieces) + 1))
@@ -81,16 +90,29 @@ def pack(
     return Sequences(tokens, pieces[order], np.cumsum([0, *map(len, groups)]))
 
 
-def texts(rows: Iterable[Mapping[str, Any]], column: str, split: str = "train") -> Iterator[str]:
-    for number, row in enumerate(rows):
+def texts(
+    rows: Iterable[Mapping[str, Any]],
+    column: str,
+    split: str = "train",
+    *,
+    left_out: list[int] | None = None,
+) -> Iterator[str]:
+    """Those that are not empty. `left_out` gets the numbers of the rows that have none; where it is
+    None, they raise ValueError."""
+    for place, row in enumerate(rows):
+        number = row.get(ROW, place)
         if column not in row:
             raise no_column(column, split, row, "task.text_column")
-        if not isinstance(row[column], str):
+        if isinstance(row[column], str):
+            if row[column]:
+                yield row[column]
+        elif left_out is not None:
+            left_out.append(number)
+        else:
             raise ValueError(
-                f"split {split!r}: row {number} has no text in column {column!r}: {row[column]!r}"
+                f"split {split!r}: row {number} has no text in column {column!r}: {row[column]!r}; "
+                "task.on_error=skip leaves such rows out"
             )
-        if row[column]:
-            yield row[column]
 
 
 def encode(documents: Iterable[str], tokenizer: Any) -> tuple[Integers, list[int], list[int]]:

@@ -70,7 +70,7 @@ class PlainLines(Progress):
             self.say(f"{head}  eval  {_format(evaluation)}")
         for name, text in values.items():
             if isinstance(text, str):
-                self.say(f"{head}  {name}  {text}")
+                self.say(f"{head}  {name}  {_printable(text)}")
 
     def say(self, message: str) -> None:
         print(mask(message), flush=True)
@@ -111,6 +111,11 @@ class LiveLine(PlainLines):
 
     def _show_train(self, head: str, text: str, step: int) -> None:
         self._rich.update(self._task, completed=step, numbers=text)
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which a young model writes and a terminal obeys."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _scalars(values: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -87,13 +87,13 @@ def _one(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label 
     values = _values(rows, column, split)[0]
     # All of them, so that an error names the row.
     filled = [next(iter(label_map.numbers)) if _missing(v) else v for v in values]
-    numbers = label_map.encode(filled, split)
+    numbers = label_map.encode(filled, split, texts.numbers(rows))
     return [None if _missing(v) else n for v, n in zip(values, numbers, strict=True)]
 
 
 def _several(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label | None]:
     labels: list[Label | None] = []
-    for row, value in enumerate(_values(rows, column, split)[0]):
+    for row, value in zip(texts.numbers(rows), _values(rows, column, split)[0], strict=True):
         own = None if _missing(value) else _listed(value)
         if unknown := set(own or ()) - set(label_map.numbers):
             raise ValueError(
@@ -110,7 +110,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _each(column: str, read: Callable[[Any], float], rows: Any, split: str) -> list[Label | None]:
     labels: list[Label | None] = []
-    for row, value in enumerate(_values(rows, column, split)[0]):
+    for row, value in zip(texts.numbers(rows), _values(rows, column, split)[0], strict=True):
         try:
             labels.append(None if _missing(value) else read(value))
         except (TypeError, ValueError) as error:

@@ -65,7 +65,8 @@ def text_columns(given: Sequence[str] | None, rows: Any, name: str) -> Sequence[
     wanted = " and ".join(given) if given else "sentence, text or a usual pair of columns"
     raise ValueError(
         f"{name} has no column {wanted}; set task.text_columns to one or two of: "
-        f"{', '.join(rows.column_names)}; a file without a header line needs task.data.columns"
+        f"{', '.join(each for each in rows.column_names if each != texts.ROW)}; a file without a "
+        "header line needs task.data.columns"
     )
 
 
@@ -83,7 +84,8 @@ def usable(
         if label is None:
             problems[row] = "has no label"
     if problems and not skip:
-        some = (f"row {row} {problem}" for row, problem in list(problems.items())[:SHOWN])
+        numbers = texts.numbers(rows)
+        some = (f"row {numbers[row]} {problem}" for row, problem in list(problems.items())[:SHOWN])
         raise ValueError(
             f"split {split!r} has {len(problems)} row(s) that cannot be used: {'; '.join(some)}"
             f"{', ...' * (len(problems) > SHOWN)}; task.on_error=skip leaves them out"

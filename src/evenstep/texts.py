@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,16 @@ class TextSplits:
     """What identifies the data; goes into the run's environment.json, compared on resume."""
 
 
+ROW = "__row__"
+"""Column of rows that are a part of a file or split: the number of each in the whole."""
+
+
+def numbers(rows: Any) -> Sequence[int]:
+    """Of the rows, for messages."""
+    found: Sequence[int] = rows[ROW][:] if ROW in rows.column_names else range(len(rows))
+    return found
+
+
 def column(rows: Any, name: str, split: str, key: str) -> list[Any]:
     """The values of a column of a split. Raises ValueError if the split has no such column; `key`
     sets its name."""
@@ -28,6 +38,7 @@ def column(rows: Any, name: str, split: str, key: str) -> list[Any]:
 
 def no_column(name: str, split: str, names: Iterable[str], key: str) -> ValueError:
     other = "" if split == "train" else ", or evaluate on a split that has it, or on none"
+    known = ", ".join(each for each in names if each != ROW)
     return ValueError(
-        f"split {split!r} has no column {name!r}; set {key} to one of: {', '.join(names)}{other}"
+        f"split {split!r} has no column {name!r}; set {key} to one of: {known}{other}"
     )

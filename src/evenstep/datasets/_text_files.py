@@ -82,8 +82,8 @@ def _decoded(config: TextFilesConfig, name: str, path: Path) -> str:
         line = data[: error.start].count(b"\n") + 1
         raise ValueError(
             f"{name}, line {line}: byte {error.start} of the file (0x{data[error.start]:02x}) is "
-            f"not {config.encoding}; set task.data.encoding, for example "
-            "task.data.encoding=latin-1"
+            f"not {config.encoding}; convert it, or set task.data.encoding, which is that of all "
+            "files, for example task.data.encoding=latin-1"
         ) from error
 
 

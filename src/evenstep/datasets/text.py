@@ -13,7 +13,7 @@ from typing import Any
 
 from evenstep.datasets import _tables, _text_files
 from evenstep.labels import seeded_split
-from evenstep.texts import TextSplits
+from evenstep.texts import ROW, TextSplits
 
 import numpy as np
 
@@ -58,7 +58,8 @@ def _evaluation(config: Config, tables: _tables.Tables) -> tuple[Any, Any | None
     )
     if config.stratify_by not in train.column_names:
         said = said.removesuffix(", stratified")
-    return train.select(first), train.select(second), f"no evaluation split has rows; {said}"
+    numbered = train.add_column(ROW, list(range(len(train))))
+    return numbered.select(first), numbered.select(second), f"no evaluation split has rows; {said}"
 
 
 def _strata(config: Config, table: Any) -> list[int]:
@@ -77,9 +78,22 @@ def _tables_of(config: Config) -> _tables.Tables:
         return _read(config, {config.train_split: [str(path)]})
     builder = _tables.builder(config)
     files = {str(split): list(found) for split, found in builder.config.data_files.items()}
+    if path.is_dir():
+        _tell_left_out(path, {name for found in files.values() for name in found})
     if all(_text_files.suffix_of(name) for found in files.values() for name in found):
         return _read(config, files)
     return _tables.prepared(builder)
+
+
+def _tell_left_out(folder: Path, read: set[str]) -> None:
+    """`datasets` reads the files of one kind: that of most of them."""
+    kinds = (".txt", ".csv", ".tsv", ".jsonl", ".parquet")
+    there = sorted(path for path in folder.rglob("*") if path.suffix in kinds)
+    if left_out := [str(path) for path in there if str(path.resolve()) not in read]:
+        some = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
+        logger.warning(
+            "left out: %d file(s) of another kind than the rest: %s", len(left_out), some
+        )
 
 
 def _read(config: Config, files: Files) -> _tables.Tables:

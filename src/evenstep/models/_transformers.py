@@ -141,6 +141,6 @@ def _refuse(section: TransformersConfig, unknown: Sequence[str], known: Iterable
     if unknown:
         nearest = difflib.get_close_matches(unknown[0], known, n=3)
         raise ValueError(
-            f"{section.name} has no configuration key {', '.join(map(repr, unknown))}; "
+            f"task.model.config: {section.name} has no key {', '.join(map(repr, unknown))}; "
             f"nearest: {', '.join(nearest) or 'none'}"
         )

@@ -35,7 +35,7 @@ class Conv(nn.Module):
         self.weight = nn.Parameter(filters.flatten(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight.unflatten(1, (-1, 3, 3)), padding=1)
+        return F.conv2d(x, self.weight.view(len(self.weight), -1, 3, 3), padding=1)
 
 
 class Block(nn.Module):

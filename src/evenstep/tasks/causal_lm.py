@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from evenstep import packing, tokenization
 from evenstep.classification import logits_of, summed_cross_entropy
@@ -57,11 +57,14 @@ class Config(Section):
     """Tokens of a BPE that is trained here; 256 stand for bytes, 2 end and pad documents."""
 
     sequence_length: int = Field(default=512, ge=4)
-    """Tokens of a sequence; longer documents are cut."""
+    """Tokens of a sequence; longer documents become several."""
 
     packing: bool = True
     """Put several documents into a sequence. None of them sees another one; a model that cannot
     keep them apart is refused. false: one a sequence, and padding."""
+
+    on_error: Literal["stop", "skip"] = "stop"
+    """At rows without a text: stop, or leave them out and say how many there were."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Part of each label that is spread over all tokens, in training."""
@@ -86,6 +89,7 @@ def build(config: Config) -> Task:
         sequence_length=config.sequence_length,
         column=config.text_column,
         share=config.packing,
+        skip=config.on_error == "skip",
     )
     train: Any = splits.train.transformed(pack) if streamed else pack(splits.train)
     held_out = None if splits.eval is None else pack(splits.eval, split="evaluation")
@@ -122,7 +126,8 @@ def build(config: Config) -> Task:
 def make_tokenizer(config: Config, train: Any) -> Any:
     name, source = tokenization.chosen(config.tokenizer, config.model, "causal_lm")
     if name == "bpe":
-        texts = list(packing.texts(train, config.text_column))
+        left_out: list[int] | None = [] if config.on_error == "skip" else None
+        texts = list(packing.texts(train, config.text_column, left_out=left_out))
         return tokenization.byte_level_bpe(texts, config.vocab_size)
     return tokenization.pretrained(name, **source)
 
