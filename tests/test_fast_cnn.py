@@ -1,5 +1,7 @@
 """The small network for small images: its fixed filters, its first state, its limits."""
 
+from evenstep import optimizer
+from evenstep.config_sections import Muon
 from evenstep.models import fast_cnn
 from evenstep.models.fast_cnn import whitening_filters
 
@@ -56,6 +58,10 @@ def test_the_first_layer_and_the_scales_of_the_norms_are_not_trained():
     norms = {f"blocks.{i}.norm{j}.bias" for i in range(2) for j in (1, 2)}
     convs = {f"blocks.{i}.conv{j}.weight" for i in range(2) for j in (1, 2)}
     assert trained == {"head.weight", *norms, *convs}
+    # Muon steps the filters, AdamW the rest.
+    first, _ = optimizer.build(model, Muon())._parts
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {names[p] for group in first.param_groups for p in group["params"]} == convs
 
 
 def test_a_block_at_first_passes_on_as_many_channels_as_fit():
