@@ -133,14 +133,14 @@ def _claim(
             f"the run directory cannot be made, or written to: {error}; see output_dir and name"
         ) from error
     saved, summary = path / "config.yaml", path / "summary.json"
-    if not saved.exists() or not _has_trained(path):
-        write_atomically(saved, config_text)
-        summary.unlink(missing_ok=True)
-        return RunDirectory(path, None, False, lock)
+    goes_on = saved.exists() and _has_trained(path)
     # The path of a checkpoint goes back to it, also in a finished run.
-    finished = resume == "auto" and _status(summary) == "finished"
+    finished = goes_on and resume == "auto" and _status(summary) == "finished"
     if not finished:
         summary.unlink(missing_ok=True)  # of a launch that ended early: this one writes its own
+    if not goes_on:
+        write_atomically(saved, config_text)
+        return RunDirectory(path, None, False, lock)
     return RunDirectory(path, saved.read_text(encoding="utf-8"), finished, lock)
 
 

@@ -79,17 +79,17 @@ def _tables_of(config: Config) -> _tables.Tables:
     builder = _tables.builder(config)
     files = {str(split): list(found) for split, found in builder.config.data_files.items()}
     if path.is_dir():
-        _tell_left_out(path, {name for found in files.values() for name in found})
+        _tell_left_out(path, {Path(name).suffix for found in files.values() for name in found})
     if all(_text_files.suffix_of(name) for found in files.values() for name in found):
         return _read(config, files)
     return _tables.prepared(builder)
 
 
 def _tell_left_out(folder: Path, read: set[str]) -> None:
-    """`datasets` reads the files of one kind: that of most of them."""
-    kinds = (".txt", ".csv", ".tsv", ".jsonl", ".parquet")
-    there = sorted(path for path in folder.rglob("*") if path.suffix in kinds)
-    if left_out := [str(path) for path in there if str(path.resolve()) not in read]:
+    """`datasets` reads the files of one kind, that of most of them: those with the suffixes
+    `read`."""
+    kinds = {".txt", ".csv", ".tsv", ".jsonl", ".parquet"} - read
+    if left_out := sorted(str(path) for path in folder.rglob("*") if path.suffix in kinds):
         some = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
         logger.warning(
             "left out: %d file(s) of another kind than the rest: %s", len(left_out), some
