@@ -65,8 +65,7 @@ def text_columns(given: Sequence[str] | None, rows: Any, name: str) -> Sequence[
     wanted = " and ".join(given) if given else "sentence, text or a usual pair of columns"
     raise ValueError(
         f"{name} has no column {wanted}; set task.text_columns to one or two of: "
-        f"{', '.join(each for each in rows.column_names if each != texts.ROW)}; a file without a "
-        "header line needs task.data.columns"
+        f"{texts.listed(rows.column_names)}; a file without a header line needs task.data.columns"
     )
 
 

@@ -38,7 +38,11 @@ def column(rows: Any, name: str, split: str, key: str) -> list[Any]:
 
 def no_column(name: str, split: str, names: Iterable[str], key: str) -> ValueError:
     other = "" if split == "train" else ", or evaluate on a split that has it, or on none"
-    known = ", ".join(each for each in names if each != ROW)
     return ValueError(
-        f"split {split!r} has no column {name!r}; set {key} to one of: {known}{other}"
+        f"split {split!r} has no column {name!r}; set {key} to one of: {listed(names)}{other}"
     )
+
+
+def listed(names: Iterable[str]) -> str:
+    """The columns of the data by name, for messages."""
+    return ", ".join(name for name in names if name != ROW)
