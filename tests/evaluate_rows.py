@@ -25,7 +25,7 @@ with tempfile.TemporaryDirectory() as folder:
         run = train.Run(config, machine, task, learner.build(config, task, machine))
         _, batches = data.loaders(task, plan, machine, config, range(1, 2), {})
         out = SimpleNamespace(directory=Path(folder), alive=lambda step: None)
-        metrics = train.evaluate(run, RunState(), batches, out)
+        metrics = train.evaluate(run, RunState(), batches, out, last=1)
         if machine.is_main:
             rows = pq.read_table(Path(folder) / "predictions.parquet").to_pydict()
             print(f"n={n} index={rows['index']} mean={metrics['eval/value']}", flush=True)
