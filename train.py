@@ -41,6 +41,7 @@ from evenstep.schedule import due, lr_factor
 from evenstep.seeding import seed_everything
 from evenstep.stop import STOPPED, StopRequest
 from evenstep.task import Batch, Task, find_module
+from evenstep.trial import try_evaluation
 
 import torch
 from torch import Tensor
@@ -76,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
         state = run_state.restore(run.learner, config, directory)
         out = open_outputs(lifetimes, config, hardware, task, directory, state, steps.last)
         lifetimes.enter_context(memory.explained(plan, hardware.num_processes))
+        try_evaluation(task, run.learner, config, plan, hardware)
         train_batches, eval_batches = data.loaders(
             task, plan, hardware, config, range(state.step + 1, steps.last + 1), state.streams
         )
@@ -210,11 +212,10 @@ def training_row(run: Run, state: RunState, result: StepResult, pace: Pace) -> d
 def evaluate(run: Run, state: RunState, batches: Any, out: Outputs, last: int) -> dict[str, Any]:
     """Score every sample of the evaluation split once; returns the metrics, alike everywhere."""
     rows = evaluation.Rows()
+    score = partial(evaluation.score, run.task, run.config.precision, run.hardware.device)
     with run.learner.evaluating() as model:
         for indices, batch in batches:
-            seed_everything(seed_of("score", indices[0]), run.hardware.device)
-            with autocast(run.config.precision, run.hardware.device):
-                rows.add(indices, run.task.score(model, batch))
+            rows.add(indices, score(model, indices, batch))
             out.alive(state.step)
         seed_everything(seed_of("sample", run.config.seed, state.step), run.hardware.device)
         with autocast(run.config.precision, run.hardware.device):
@@ -237,12 +238,11 @@ def finish(run: Run, state: RunState, directory: RunDirectory, out: Outputs, *, 
     status: run_directory.Status = "finished" if done else "stopped"
     summary = directory.write_summary(status, state, weights_sha256=sha256)
     out.tracking.finish(summary)
-    if done:
-        if state.stopped_early:
-            run.hardware.say(f"stopped early at step {state.step}: {state.stopped_early}")
-        return 0
-    run.hardware.say(f"stopped at step {state.step}: the same command goes on from there")
-    return STOPPED
+    if not done:
+        run.hardware.say(f"stopped at step {state.step}: the same command goes on from there")
+    elif state.stopped_early:
+        run.hardware.say(f"stopped early at step {state.step}: {state.stopped_early}")
+    return 0 if done else STOPPED
 
 
 if __name__ == "__main__":

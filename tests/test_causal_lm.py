@@ -44,13 +44,6 @@ WORDS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """A folder of documents of 1 to 60 words, for training and for evaluation."""
@@ -144,15 +137,19 @@ def test_packing_changes_no_metric(texts, name):
     assert packed == pytest.approx(alone, rel=1e-5)
 
 
-def test_models_that_mix_documents_are_refused_when_packing(texts):
+def test_models_that_mix_documents_get_one_a_sequence_and_are_refused_when_packing(texts):
     for name, config in (
         ("mamba", {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}),
         ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}),
     ):
         section = {"name": name, "config": config}
         with pytest.raises(ValueError, match=f"{name} does not keep.*task.packing=false"):
-            causal_lm.build(configured(texts, model=section)).model()
-        task = causal_lm.build(configured(texts, model=section, packing=False))
+            causal_lm.build(configured(texts, model=section, packing=True)).model()
+        task, padded = (
+            causal_lm.build(configured(texts, model=section, packing=packing))
+            for packing in (None, False)
+        )
+        assert len(task.train_dataset) == len(padded.train_dataset)
         assert task.loss(task.model(), task.collate(list(task.train_dataset)[:3])).isfinite()
 
 

@@ -7,7 +7,6 @@ import warnings
 from evenstep.labels import IGNORED
 from evenstep.task import find_module
 
-import datasets
 import numpy as np
 import PIL.Image
 import pytest
@@ -30,11 +29,6 @@ TINY_VIT = {
         "patch_size": 4,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

@@ -27,14 +27,6 @@ import pytest
 import torch
 from image_files import folder, picture, png, ramp16, splits, table
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder))
-
-
 # Pixels
 
 MODES = ["L", "LA", "P", "RGB", "RGBA", "CMYK", "1", "I;16", "I", "YCbCr"]

@@ -23,13 +23,6 @@ from test_readme import block
 NORMALIZED = {"mean": [0.5], "std": [0.5]}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder))
-
-
 class Rows:
     """Counts from 0 to n - 1 as tensors of one number, but for what `odd` gives or raises."""
 

@@ -28,13 +28,6 @@ HARD = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder))
-
-
 def splits(path, **keys):
     return text.build(text.Config(name=str(path), **keys))
 

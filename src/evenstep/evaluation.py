@@ -8,12 +8,15 @@ from typing import Any
 
 from evenstep.files import named
 from evenstep.hardware import Hardware
+from evenstep.plan import seed_of
+from evenstep.precision import autocast
 from evenstep.processes import on_main
-from evenstep.task import Task
+from evenstep.seeding import seed_everything
+from evenstep.task import Batch, Task
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Columns = dict[str, np.ndarray[Any, Any]]
 
@@ -42,6 +45,20 @@ class Rows:
         return {"index": np.array(self._indices, dtype=np.int64), **table}
 
 
+def score(
+    task: Task,
+    precision: str,
+    device: torch.device,
+    model: nn.Module,
+    indices: list[int],
+    batch: Batch,
+) -> Mapping[str, Tensor]:
+    """The rows of a batch; what they draw depends on its first index."""
+    seed_everything(seed_of("score", indices[0]), device)
+    with autocast(precision, device):
+        return task.score(model, batch)
+
+
 def summarize(rows: Rows, task: Task, hardware: Hardware, directory: Path) -> dict[str, Any]:
     """The metrics of all processes' rows, alike on each; writes `predictions.parquet`."""
     parts = hardware.gather(rows.columns())  # on the main process
@@ -49,9 +66,13 @@ def summarize(rows: Rows, task: Task, hardware: Hardware, directory: Path) -> di
     def from_table() -> dict[str, Any]:
         table = merge(parts)
         write_predictions(directory / "predictions.parquet", table)
-        return {f"eval/{name}": value for name, value in task.summarize(table).items()}
+        return named_metrics(task, table)
 
     return on_main(from_table, hardware.channel)
+
+
+def named_metrics(task: Task, table: Columns) -> dict[str, Any]:
+    return {f"eval/{name}": value for name, value in task.summarize(table).items()}
 
 
 def merge(parts: Iterable[Columns]) -> Columns:

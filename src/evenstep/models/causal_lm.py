@@ -6,6 +6,7 @@ built from its configuration class, with fresh weights and without a download.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 from evenstep.models import _transformers
@@ -23,6 +24,20 @@ def model_types() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def reads_positions(config: Config) -> bool:
+    """Whether the model's class takes position_ids; True of one that is not in transformers, whose
+    class is not known before it is built."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    is_type = config.name in model_types()
+    model_config = (
+        AutoConfig.for_model(config.name) if is_type else _transformers.read_config(config)
+    )
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    return kind is None or "position_ids" in inspect.signature(kind.forward).parameters
 
 
 def build(config: Config, *, tokenizer: Any, sequence_length: int) -> nn.Module:

@@ -59,9 +59,10 @@ class Config(Section):
     sequence_length: int = Field(default=512, ge=4)
     """Tokens of a sequence; longer documents become several."""
 
-    packing: bool = True
-    """Put several documents into a sequence. None of them sees another one; a model that cannot
-    keep them apart is refused. false: one a sequence, and padding."""
+    packing: bool | None = None
+    """Put several documents into a sequence, of which none sees another one; a model that is found
+    to mix them is refused. false: one a sequence, and padding; null: packed unless the model reads
+    no position_ids, by which models keep documents apart."""
 
     on_error: Literal["stop", "skip"] = "stop"
     """At rows without a text: stop, or leave them out and say how many there were."""
@@ -83,12 +84,13 @@ def build(config: Config) -> Task:
     streamed = isinstance(splits.train, Streams)
     known = splits.train.first_rows(TOKENIZER_ROWS) if streamed else splits.train
     tokenizer = make_tokenizer(config, known)
+    share = packs(config)
     pack = partial(
         packing.pack,
         tokenizer=tokenizer,
         sequence_length=config.sequence_length,
         column=config.text_column,
-        share=config.packing,
+        share=share,
         skip=config.on_error == "skip",
     )
     train: Any = splits.train.transformed(pack) if streamed else pack(splits.train)
@@ -97,14 +99,14 @@ def build(config: Config) -> Task:
         if isinstance(found, packing.Sequences) and not len(found):
             raise ValueError(f"split {split!r} has no text in column {config.text_column!r}")
     return Task(
-        model=partial(build_model, config, tokenizer),
+        model=partial(build_model, config, tokenizer, packed=share),
         train_dataset=train,
         eval_dataset=held_out,
         # One length for all micro-batches where packing fills them: nothing is compiled twice.
         collate=partial(
             packing.collate,
             pad_id=tokenizer.pad_token_id,
-            length=config.sequence_length if config.packing else None,
+            length=config.sequence_length if share else None,
         ),
         count=count,
         loss=partial(loss, config.label_smoothing),
@@ -132,12 +134,19 @@ def make_tokenizer(config: Config, train: Any) -> Any:
     return tokenization.pretrained(name, **source)
 
 
-def build_model(config: Config, tokenizer: Any) -> nn.Module:
+def packs(config: Config) -> bool:
+    """Whether documents share sequences. Models in a file of one's own are asked once built."""
+    module = find_module("models", config.model.name, fallback="causal_lm")
+    tells = getattr(module, "reads_positions", lambda _: True)
+    return bool(tells(config.model)) if config.packing is None else config.packing
+
+
+def build_model(config: Config, tokenizer: Any, *, packed: bool) -> nn.Module:
     """Raises ValueError for a model that sees from one packed document into another."""
     model: nn.Module = find_module("models", config.model.name, fallback="causal_lm").build(
         config.model, tokenizer=tokenizer, sequence_length=config.sequence_length
     )
-    if config.packing and not keeps_documents_apart(model):
+    if packed and not keeps_documents_apart(model):
         raise ValueError(
             f"{config.model.name} does not keep the documents of a sequence apart by their "
             "position_ids; task.packing=false gives each a sequence of its own"
