@@ -5,7 +5,7 @@
 Takes what `accelerate launch` takes. The exit code is 0 for a finished run; 75 for one that stopped
 with a checkpoint, or before it had begun: the same command goes on; 2 for what the user has to
 mend; 1 for a failure; 128 + n for a process that signal n killed. `accelerate launch` alone returns
-1 for all of these but 0, with a traceback, and dies of SIGUSR1.
+1 or 143 for all of these but 0, does not wait until a checkpoint is written, and dies of SIGUSR1.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    launch.simple_launcher = _launch_one
     launch.tpu_launcher = _launch_on_tpu
     args = launch.launch_command_parser().parse_args(argv)
     args.quiet = False  # it would hide the exit code
@@ -77,12 +79,19 @@ def _exit_code(code: int) -> int:
     return STOPPED if -code in _received else 128 - code
 
 
-def _launch_on_tpu(args: object) -> None:
+def _launch_one(args: Namespace) -> None:
+    """In place of Accelerate's launcher, which from 1.16 on takes SIGTERM itself, and kills what
+    has not ended 5 seconds later."""
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    command, environment = prepare_simple_launcher_cmd_env(args)
+    subprocess.run(command, env=environment, check=True)
+
+
+def _launch_on_tpu(args: Namespace) -> None:
     """In place of Accelerate's launcher, which imports the script and calls its `main` in a thread,
     without arguments: there signals cannot be handled, and its return value is lost."""
     from importlib.util import find_spec
-
-    from accelerate.commands.launch import simple_launcher
 
     if find_spec("torch_xla") is None:
         raise ImportError(
@@ -90,7 +99,7 @@ def _launch_on_tpu(args: object) -> None:
             "`pip install torch_xla[tpu]`. It cannot be rehearsed elsewhere, since XLA compiles "
             "other kernels: use accelerate_configs/cpu.yaml"
         )
-    simple_launcher(args)
+    _launch_one(args)
 
 
 if __name__ == "__main__":
