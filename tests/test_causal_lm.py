@@ -122,6 +122,13 @@ def test_metrics_are_of_the_sums_over_the_table():
     )
 
 
+def test_sequences_in_which_no_document_ends_have_no_bits_per_byte():
+    table = {name: np.array([4.0, 6.0]) for name in ("loss", "tokens", "correct")}
+    metrics = causal_lm.summarize({**table, "bytes": np.array([0, 0])})
+    assert math.isnan(metrics.pop("bits_per_byte"))
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_packing_changes_no_metric(texts, name):
     """The same documents, and the same loss a token."""

@@ -209,7 +209,8 @@ def summarize(table: Table) -> dict[str, float]:
     return {
         "loss": nats / tokens,
         "perplexity": math.exp(min(nats / tokens, 700)),  # exp(710) is no float
-        "bits_per_byte": nats / math.log(2) / num_bytes,
+        # Of sequences in which no document ends, as in the trial before training, it is unknown.
+        "bits_per_byte": nats / math.log(2) / num_bytes if num_bytes else math.nan,
         "token_accuracy": correct / tokens,
     }
 
