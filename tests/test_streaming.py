@@ -134,7 +134,7 @@ def test_what_is_not_there_or_cannot_be_streamed_is_named(tmp_path):
         built(tmp_path / "a.*")
     with pytest.raises(ValueError, match="no local file, folder or pattern, and on the hub"):
         built("nobody/nothing-of-this-name")
-    write(tmp_path / "empty.jsonl", [])
+    (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="no rows to evaluate on"):
         built(tmp_path / "a.txt", eval={"name": str(tmp_path / "empty.jsonl")})
 
@@ -181,6 +181,16 @@ def test_an_empty_parquet_file_among_others_is_no_error(tmp_path, whole_folder):
     write(tmp_path / "train-1.parquet")
     splits = built(tmp_path if whole_folder else tmp_path / "*.parquet")
     assert epoch(splits.train, num_streams=1) == sorted(ROWS, key=str)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_files_leave_no_stream_without_rows(tmp_path, kind):
+    (tmp_path / f"a.{kind}").touch()
+    with pytest.raises(ValueError, match="nothing but empty files"):
+        built(tmp_path / f"*.{kind}")
+    write(tmp_path / f"b.{kind}")
+    splits = built(tmp_path / f"*.{kind}", shuffle_buffer=8)
+    assert epoch(splits.train) == sorted(ROWS, key=str)
 
 
 @pytest.mark.parametrize(("kind", "end"), [("jsonl", "\n"), ("txt", "\r\n")])

@@ -194,9 +194,16 @@ def test_fewer_rows_than_streams_are_an_error_and_no_hang():
         last.draw()
 
 
+def test_a_source_without_samples_is_an_error_before_the_mixture_comes_to_it():
+    streams = Streams([numbers(100, 1), numbers(1, 1)], weights=[1.0, 1e-12])
+    *_, last = streams.open(range(2), 2, 0, {})
+    with pytest.raises(RuntimeError, match="stream 1 has no samples of source 1"):
+        last.draw()
+
+
 def test_a_transformation_that_drops_all_is_an_error_and_no_hang():
     (stream,) = Streams([numbers(30, 1)], transform=lambda rows: []).open([0], 1, 0, {})
-    with pytest.raises(RuntimeError, match="drops them all"):
+    with pytest.raises(RuntimeError, match="dropped by the transformation"):
         stream.draw()
 
 

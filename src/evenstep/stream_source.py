@@ -132,7 +132,8 @@ class Source:
         block_rows: int,
         state: Mapping[str, int] | None,
     ) -> None:
-        """`state` is a `state()`, None for the beginning. Nothing is read before `draw`."""
+        """`state` is a `state()`, None for the beginning. Nothing is read before `find` or
+        `draw`, which raise RuntimeError if a whole epoch has no samples."""
         self._rows, self._key = rows, key
         self._transform, self._block_rows = transform, block_rows
         numbers = dict(state or {})
@@ -144,13 +145,18 @@ class Source:
         self._barren = self._begin.block == 0  # no sample in this epoch so far
 
     def draw(self) -> Any:
-        """The next sample. Raises RuntimeError if a whole epoch has none."""
+        """The next sample."""
+        samples = self.find()
+        self._taken += 1
+        return samples[self._order[self._taken - 1]]
+
+    def find(self) -> Sequence[Any]:
+        """Read on, if need be, to a block with a sample that has not been drawn: this block."""
         if self._samples is None:
             self._samples = self._next_block()
         while self._taken >= len(self._samples):
             self._samples, self._taken = self._next_block(), 0
-        self._taken += 1
-        return self._samples[self._order[self._taken - 1]]
+        return self._samples
 
     def state(self) -> dict[str, int]:
         return {**asdict(self._begin), "taken": self._taken}
@@ -176,9 +182,10 @@ class Source:
     def _next_epoch(self) -> None:
         if self._barren:
             raise RuntimeError(
-                f"stream {self._key[1]} has no samples of source {self._key[2]}: it has fewer "
-                "rows than there are micro-batches in a step, or the transformation drops them "
-                "all; use more data, or a larger micro_batch_size"
+                f"stream {self._key[1]} has no samples of source {self._key[2]}: all rows of its "
+                "shards went to other micro-batches of the step or were dropped by the "
+                "transformation, or the shards are empty; use more rows, shards of like size, or "
+                "a larger micro_batch_size"
             )
         self._end, self._barren = Place(epoch=self._end.epoch + 1), True
         self._blocks = self._rows.after(self._end, self._block_rows)

@@ -110,7 +110,10 @@ class Stream:
             self._sources.append(Source(rows, key, streams.transform, block_rows, old))
 
     def draw(self) -> Any:
-        """The next sample. Raises RuntimeError if its source has none for this stream."""
+        """The next sample. Raises RuntimeError if its source has none for this stream; at the first
+        one, if any source has none: it may be long before a small weight comes to it."""
+        for source in self._sources if self.count == 0 else ():
+            source.find()
         key = seed_of("mixture", self._seed, self.number, self.count)
         point = (key >> 10) / 2**53 * self._bounds[-1]
         self.count += 1

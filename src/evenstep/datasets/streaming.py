@@ -134,6 +134,9 @@ def _from_files(location: Location, files: list[Path]) -> tuple[Any, Sequence[st
             f"files of one kind: .jsonl, .txt, {', '.join(READERS)}"
         )
     (ending,) = endings
+    # An empty one would be a shard of nothing, for a stream that may have no other.
+    if not (files := [path for path in files if path.stat().st_size]):
+        raise ValueError(f"{location.name}: nothing but empty files")
     paths = [str(path) for path in files]
     if ending in (".jsonl", ".txt"):
         return _lines.dataset(files, as_json=ending == ".jsonl"), paths
