@@ -250,6 +250,9 @@ def test_weights_refuse_a_tokenizer_and_sequences_that_do_not_fit(gpt2_style, te
     misspelt = {"name": "llama", "config": {"hiden_size": 1}}
     with pytest.raises(ValueError, match="'hiden_size'; nearest: hidden_size"):
         causal_lm.build(configured(texts, model=misspelt)).model()
+    odd = {"name": "gpt2", "config": {**GPT2, "num_attention_heads": 3}}
+    with pytest.raises(ValueError, match=r"task.model.config: gpt2 cannot be built .*divisible"):
+        causal_lm.build(configured(texts, model=odd)).model()
 
 
 def test_smoothing_spreads_labels_over_all_tokens_in_training_alone(texts):
@@ -340,6 +343,7 @@ def assert_loads(folder):
     (ids,) = packing.plain(["def x"], tokenizer)
     assert tokenizer.decode(ids) == "def x"
     assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert tokenizer.padding_side == "left"
 
 
 def test_adapters_train_on_packed_documents(texts):

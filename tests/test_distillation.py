@@ -179,9 +179,20 @@ def test_teachers_that_do_not_fit_are_refused(tmp_path):
         student(tmp_path)
     with pytest.raises(ValueError, match="cannot be read"):
         student("no/such-model")
+    from transformers import BertConfig, BertForSequenceClassification
+
+    BertForSequenceClassification(
+        BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    ).save_pretrained(tmp_path)
+    image_teacher._read.cache_clear()
+    with pytest.raises(ValueError, match=r"is of type bert, .* no ModelForImageClassification"):
+        student(tmp_path)
 
 
 def test_the_final_of_a_run_is_pointed_to(tmp_path):
     (tmp_path / "final").mkdir()
     with pytest.raises(ValueError, match=f"trained network is in {tmp_path}/final"):
         TeacherConfig(name=str(tmp_path))
+    for name in ("runs/none/final", "./none", str(tmp_path / "none")):
+        with pytest.raises(ValueError, match="no such folder, and it is no hub id"):
+            TeacherConfig(name=name)

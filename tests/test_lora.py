@@ -126,8 +126,10 @@ def test_the_first_adapters_depend_on_the_seed_alone():
 
 
 def test_what_cannot_be_adapted_is_an_error_that_says_why(monkeypatch):
-    with pytest.raises(ValueError, match=r"'q_prj'; nearest: .*q_proj"):
+    with pytest.raises(ValueError, match=r"'q_prj'; nearest linear layers: .*q_proj"):
         adapted(vit(), Lora(target_modules=["v_proj", "q_prj"]))
+    with pytest.raises(ValueError, match=r"'xyz'; nearest linear layers: .*q_proj.*, fc1"):
+        adapted(vit(), Lora(target_modules=["xyz"]))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match="pip install peft"):
         adapted(vit(), Lora())

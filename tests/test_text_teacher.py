@@ -47,14 +47,14 @@ def test_a_teacher_with_another_tokenizer_or_other_classes_is_refused(binary, tm
     finished(folder, binary, max_length=16)
     teacher = {"name": str(folder)}
     with pytest.raises(ValueError, match=r"another tokenizer .*300 and 290 tokens\): set task.tok"):
-        task(binary, teacher=teacher, vocab_size=290)
+        task(binary, teacher=teacher, max_length=16, vocab_size=290)
     task(binary, teacher=teacher, max_length=16, vocab_size=290, tokenizer=str(folder))
     with pytest.raises(ValueError, match=r"at most 16 tokens: task.max_length=16"):
         task(binary, teacher=teacher)
     rows = [json.loads(line) for line in (binary / "train.jsonl").read_text().splitlines()]
     others = written(tmp_path / "others", [{**row, "label": row["label"] + 1} for row in rows])
     with pytest.raises(ValueError, match=r"does not know the class\(es\) \['2'\].*\['0', '1'\]"):
-        task(others, teacher=teacher, max_length=16, tokenizer=str(folder))
+        task(others, teacher=teacher, max_length=16)  # before its tokenizer is found to be another
     numbers = written(tmp_path / "numbers", [{**row, "label": 0.5} for row in rows])
     with pytest.raises(ValueError, match=r"task.teacher is for single_label"):
         task(numbers, teacher=teacher)
@@ -62,4 +62,7 @@ def test_a_teacher_with_another_tokenizer_or_other_classes_is_refused(binary, tm
     finished(folder, binary, model=CNN)
     (folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="not the final/ of a text classification run"):
+        task(binary, teacher=teacher)
+    (folder / "tokenizer_config.json").unlink()  # such as that of images
+    with pytest.raises(ValueError, match=f"the teacher {folder} has no tokenizer"):
         task(binary, teacher=teacher)

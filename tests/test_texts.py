@@ -87,6 +87,9 @@ def test_a_file_without_a_header_line_gets_its_columns_from_the_config(tmp_path)
     file.write_text("good\t1\nbad\t0\n")
     expected = [{"sentence": "good", "label": "1"}, {"sentence": "bad", "label": "0"}]
     assert rows(file, columns=["sentence", "label"]) == expected
+    file.write_text("sentence\tlabel\ngood\t1\n")
+    with pytest.raises(ValueError, match=r"line 1 is a header line.*leave out task.data.columns"):
+        rows(file, columns=["sentence", "label"])
 
 
 @pytest.mark.parametrize(
@@ -206,6 +209,8 @@ def test_without_an_evaluation_split_a_stratified_part_is_held_out(tmp_path, cou
     assert found.identity["split"].endswith(
         "4 of 20 training samples are held out, split_seed 0, stratified"
     )
+    other = splits(tmp_path, stratify_by="kind")
+    assert other.identity["split"].endswith("split_seed 0, no column 'kind' to stratify by")
 
 
 def test_a_folder_in_the_folder_is_a_configuration(tmp_path):

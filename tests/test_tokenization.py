@@ -113,6 +113,8 @@ def test_tokenizers_that_do_not_serve_are_named(tmp_path, bpe):
 
     with pytest.raises(ValueError, match="'nobody/nothing' cannot be read"):
         tokenization.pretrained("nobody/nothing")
+    with pytest.raises(ValueError, match=r"'gtp2' cannot be read.*(.|\n)*type .*nearest: gpt2"):
+        tokenization.pretrained("gtp2")
     PreTrainedTokenizerFast(tokenizer_object=bpe.backend_tokenizer).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no end token"):
         tokenization.pretrained(str(tmp_path))

@@ -33,7 +33,10 @@ class TeacherConfig(Section):
     @field_validator("name")
     @classmethod
     def _is_final(cls, name: str) -> str:
-        if (Path(name).expanduser() / "final").is_dir():
+        folder = Path(name).expanduser()
+        if (name.startswith((".", "~", "/")) or name.count("/") > 1) and not folder.is_dir():
+            raise ValueError("there is no such folder, and it is no hub id")
+        if (folder / "final").is_dir():
             raise ValueError(f"a run's trained network is in {Path(name) / 'final'}")
         return name
 

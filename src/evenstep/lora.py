@@ -64,13 +64,16 @@ def adapted(model: nn.Module, section: Lora | None) -> nn.Module:
 
 def _check(targets: Sequence[str], model: nn.Module) -> None:
     """peft says nothing as long as one of them fits."""
-    names = {name.rpartition(".")[2]: None for name, _ in model.named_modules()}
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
+
+    linear = [n for n, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
+    names = dict.fromkeys(name.rpartition(".")[2] for name in linear)
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
             nearest = difflib.get_close_matches(target, names, n=3, cutoff=0.4) or names
             raise ValueError(
                 f"lora.target_modules: no module's name ends in {target!r}; "
-                f"nearest: {', '.join(list(nearest)[-3:])}"
+                f"nearest linear layers: {', '.join(nearest)}"
             )
 
 

@@ -28,6 +28,7 @@ class TextTeacher(Teacher):
     """The student's."""
 
     def __post_init__(self, tokenizer: Any) -> None:
+        super().__post_init__()
         name = self.config.name
         own = tokenization.pretrained(name, self.config.revision, needs_end=False)
         if tokenization.identity(own) != tokenization.identity(tokenizer):
@@ -35,7 +36,6 @@ class TextTeacher(Teacher):
                 f"the teacher {name} has another tokenizer than the student (of {len(own)} and "
                 f"{len(tokenizer)} tokens): set task.tokenizer={name}"
             )
-        super().__post_init__()
 
     def read(self) -> tuple[nn.Module, Sequence[str]]:
         return _read(self.config.name, self.config.revision, self.max_length)
@@ -47,6 +47,10 @@ class TextTeacher(Teacher):
 @lru_cache(maxsize=1)  # one teacher a run; checked, then used at each step
 def _read(name: str, revision: str | None, max_length: int) -> tuple[nn.Module, Sequence[str]]:
     folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "tokenizer_config.json").is_file():
+        raise ValueError(
+            f"the teacher {name} has no tokenizer: give the final/ of a run of text classification"
+        )
     tokenizer = tokenization.pretrained(name, revision, needs_end=False)
     if folder.is_dir() and not is_of_transformers(folder):
         network, classes = read_final(folder, tokenizer, max_length)

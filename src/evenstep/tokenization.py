@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.files import write_atomically
+from evenstep.models._transformers import unreadable
 from evenstep.task import find_module
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -55,7 +56,7 @@ def pretrained(
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
     except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer {name!r} cannot be read: {error}") from error
+        raise unreadable("tokenizer", name, error) from error
     if tokenizer.eos_token_id is None and (needs_end or tokenizer.pad_token_id is None):
         raise ValueError(f"the tokenizer {name!r} has no end token (eos_token) to end documents")
     if tokenizer.pad_token_id is None:

@@ -114,6 +114,11 @@ def _delimited(config: TextFilesConfig, name: str, text: str, suffix: str) -> Co
         )
     values: list[list[str]] = [[] for _ in names]
     for line, row in rows:
+        if row == config.columns and not values[0]:
+            raise ValueError(
+                f"{name}, line {line} is a header line, {row}: leave out task.data.columns, which "
+                "is for files without one"
+            )
         if len(row) != len(names):
             raise ValueError(
                 f"{name}, line {line}: {len(row)} fields where there are {len(names)} columns "

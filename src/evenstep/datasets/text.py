@@ -58,6 +58,7 @@ def _evaluation(config: Config, tables: _tables.Tables) -> tuple[Any, Any | None
     )
     if config.stratify_by not in train.column_names:
         said = said.removesuffix(", stratified")
+        said += f", no column {config.stratify_by!r} to stratify by" * bool(config.stratify_by)
     numbered = train.add_column(ROW, list(range(len(train))))
     return numbered.select(first), numbered.select(second), f"no evaluation split has rows; {said}"
 
@@ -102,6 +103,11 @@ def _read(config: Config, files: Files) -> _tables.Tables:
     for split in given:
         if split not in files:
             raise ValueError(f"{config.name} has no split {split!r}; it has: {', '.join(files)}")
+    if config.sample_by != "document" and any(
+        _text_files.suffix_of(name) == ".txt" for name in files[config.train_split]
+    ):
+        row = config.sample_by
+        logger.info("a %s of a txt file is a row; with task.data.sample_by=document a file is", row)
     tables: dict[str, Any] = {}
     for split in given if config.eval_split != "auto" else (*given, *_tables.EVAL_SPLITS):
         if split in files and len(tables) < 2 and len(table := _rows(config, files[split])):

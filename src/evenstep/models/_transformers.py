@@ -73,8 +73,13 @@ def _unadapted(
         for key, value in usual.items()
         if key in known and default.attribute_map.get(key, key) not in given
     }
-    model_config = AutoConfig.for_model(section.name, **{**fitting, **section.config, **needed})
-    model: nn.Module = auto.from_config(model_config)
+    try:
+        model_config = AutoConfig.for_model(section.name, **{**fitting, **section.config, **needed})
+        model: nn.Module = auto.from_config(model_config)
+    except Exception as error:  # whatever a model makes of sizes that do not fit together
+        raise ValueError(
+            f"task.model.config: {section.name} cannot be built with {section.config}: {error}"
+        ) from error
     return model
 
 
@@ -88,13 +93,29 @@ def read_config(section: TransformersConfig) -> Any:
             section.name, return_unused_kwargs=True, **_source(section), **section.config
         )
     except OSError as error:
-        raise ValueError(f"the model {section.name!r} cannot be read: {error}") from error
+        raise unreadable("model", section.name, error) from error
     _refuse(section, list(unknown), model_config.to_dict())
     return model_config
 
 
+def unreadable(what: str, name: str, error: Exception) -> ValueError:
+    """For a hub id or folder that may have been meant for a model type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    nearest = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, n=3, cutoff=0.7)
+    hint = f"\nIf a model type was meant, the nearest: {', '.join(nearest)}" if nearest else ""
+    return ValueError(f"the {what} {name!r} cannot be read: {error}{hint}")
+
+
 def pretrained(section: TransformersConfig, auto: Any, model_config: Any) -> nn.Module:
-    """The weights of a hub id or local folder in float32; those that do not fit start afresh."""
+    """The weights of a hub id or local folder in float32; those that do not fit start afresh.
+    Raises ValueError for a model of another kind than `auto`."""
+    own_code = getattr(model_config, "auto_map", None)
+    if not own_code and type(model_config) not in auto._model_mapping:
+        raise ValueError(
+            f"{section.name} is of type {model_config.model_type}, of which transformers has no "
+            f"{auto.__name__.removeprefix('Auto')}"
+        )
     model: nn.Module = auto.from_pretrained(
         section.name,
         config=model_config,

@@ -234,4 +234,5 @@ def export(tokenizer: Any, model: nn.Module, folder: Path) -> None:
     """All that `from_pretrained` reads of model and tokenizer."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.padding_side = "left"  # `generate` goes on behind the last token of a row
     tokenizer.save_pretrained(folder)
