@@ -234,5 +234,6 @@ def export(tokenizer: Any, model: nn.Module, folder: Path) -> None:
     """All that `from_pretrained` reads of model and tokenizer."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)  # type: ignore[operator]
-    tokenizer.padding_side = "left"  # `generate` goes on behind the last token of a row
+    # `generate` goes on behind the last token of a row. The attribute alone is not saved.
+    tokenizer.init_kwargs["padding_side"] = tokenizer.padding_side = "left"
     tokenizer.save_pretrained(folder)
