@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from evenstep.distillation import Teacher, frozen, is_of_transformers
 from evenstep.image_models import Inputs, read_final
 from evenstep.models._transformers import TransformersConfig, pretrained, read_config
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -70,12 +71,30 @@ def _of_transformers(name: str, revision: str | None) -> tuple[nn.Module, Inputs
     network = pretrained(section, AutoModelForImageClassification, model_config)
     processor: Any = AutoImageProcessor.from_pretrained(name, revision=revision)
     classes = [model_config.id2label[number] for number in range(model_config.num_labels)]
-    size = getattr(processor, "crop_size", None) or processor.size
-    return network, Inputs(
+    size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+    normalizes, channels = processor.do_normalize, len(processor.image_mean or "RGB")
+    seen = Inputs(
         classes=classes,
-        channels=len(processor.image_mean),
+        channels=channels,
         image_size=size["height"] or size["shortest_edge"],
         resizes=processor.do_resize,
-        mean=processor.image_mean,
-        std=processor.image_std,
+        mean=processor.image_mean if normalizes else [0.0] * channels,
+        std=processor.image_std if normalizes else [1.0] * channels,
     )
+    _check_as_processed(name, processor, seen)
+    return network, seen
+
+
+def _check_as_processed(name: str, processor: Any, seen: Inputs) -> None:
+    """By one image of a single colour, which no resizing changes. Raises ValueError for a processor
+    that also does what only some do, such as swapping red and blue."""
+    colour = torch.tensor([40, 110, 200], dtype=torch.uint8)[: seen.channels].view(-1, 1, 1)
+    image = colour.expand(seen.channels, seen.image_size, seen.image_size)
+    processed = processor(image, return_tensors="pt")["pixel_values"]
+    plain = replace(seen, mean=[0.0] * seen.channels, std=[1.0] * seen.channels)
+    ours = _as_seen(image[None] / 255, plain, seen)
+    if processed.shape != ours.shape or not torch.allclose(processed, ours, atol=1e-3):
+        raise ValueError(
+            f"the teacher {name} needs its images otherwise than resized, scaled to 0..1 and "
+            f"normalised: {type(processor).__name__} is not supported with its settings"
+        )

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from evenstep.labels import IGNORED
+from evenstep.plan import seed_of
+from evenstep.seeding import seed_everything
 from evenstep.task import Dataset
 
 import numpy as np
@@ -84,6 +86,10 @@ def eight_bit(image: PIL.Image.Image) -> PIL.Image.Image:
 
 def _from_16_bits(image: PIL.Image.Image) -> PIL.Image.Image:
     values = np.asarray(image)
+    if image.mode == "I" and 0 < values.max() <= 0xFF:
+        raise BadImage(
+            f"grey values up to {values.max()} in 32 bits (mode I): of 8 or of 16 bits is unknown"
+        )
     if values.min() < 0 or values.max() > 0xFFFF:
         raise BadImage(f"grey values from {values.min()} to {values.max()} exceed 16 bits")
     return PIL.Image.fromarray(np.rint(values / 257).astype(np.uint8))
@@ -171,9 +177,9 @@ class ImageDataset:
     def _read(self, index: int) -> Sample:
         try:
             image, label = self.source[index]
+            image = to_uint8(image, self.channels)
         except BadImage as error:
             return self._skipped(index, error)
-        image = to_uint8(image, self.channels)
         height, width = image.shape[-2:]
         if not self.resizes and (height, width) != (self.size, self.size):
             raise ValueError(_differ((self.size, self.size), (height, width)))
@@ -203,7 +209,7 @@ def class_numbers(dataset: Dataset) -> list[int]:
     if hasattr(source, "targets"):
         numbers: list[int] = torch.as_tensor(source.targets).tolist()
         return numbers
-    return [dataset[index][1] for index in range(len(dataset))]
+    return [_at(dataset, index)[1] for index in range(len(dataset))]
 
 
 def common_size(*sources: Dataset) -> int:
@@ -223,7 +229,7 @@ def common_size(*sources: Dataset) -> int:
 
 def _size(source: Dataset, row: int) -> tuple[int, int] | None:
     try:
-        image = source[row][0]
+        image = _at(source, row)[0]
     except BadImage:
         return None
     if isinstance(image, PIL.Image.Image):
@@ -266,12 +272,18 @@ def measure(dataset: Dataset, limit: int = 2000) -> tuple[list[float], list[floa
     return mean, [value / 255 or 1.0 for value in deviation]
 
 
+def _at(dataset: Dataset, row: int) -> Any:
+    """Should the dataset draw, then always the same."""
+    seed_everything(seed_of("look", row))
+    return dataset[row]
+
+
 def _readable(dataset: Dataset, rows: Iterable[int]) -> Iterator[Sample]:
     """The samples; at the end BadImage, if some could not be read."""
     failed: list[str] = []
     for row in rows:
         try:
-            yield dataset[row]
+            yield _at(dataset, row)
         except BadImage as error:
             failed.append(str(error))
     if failed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -13,21 +13,35 @@ def blocks(model: nn.Module, needed_by: str) -> dict[str, nn.Module]:
 
     A block is a module with parts of its own, in a ModuleList or Sequential. Of all classes of
     such modules, the one that one list holds most often is taken, wherever a list holds it, which
-    gives a ResNet's blocks from all of its stages. Raises ValueError where nothing is repeated;
-    `needed_by` is the setting that asks for blocks.
+    gives a ResNet's blocks from all of its stages; but none that holds less than half of the
+    parameters that another does, such as a stem of many parts. Raises ValueError where nothing is
+    repeated; `needed_by` is the setting that asks for blocks.
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    kinds = [Counter(type(part) for part in parts if any(part.children())) for parts in lists]
-    common = [kind.most_common(1)[0] for kind in kinds if kind]
-    kind, _ = max(common, key=lambda each: each[1], default=(None, 0))  # the outermost of equals
-    listed = {part for parts in lists for part in parts if type(part) is kind}
-    found = dict(_outermost(model, listed))
-    if len(found) < 2:
+    most: Counter[type[nn.Module]] = Counter()
+    for parts in lists:
+        most |= Counter(type(part) for part in parts if _is_block(part))  # | is the larger count
+    found: dict[str, nn.Module] = {}
+    size = 0
+    for kind, _ in most.most_common():  # of equals the outermost first
+        listed = {part for parts in lists for part in parts if type(part) is kind}
+        each = dict(_outermost(model, listed))
+        if len(each) > 1 and (each_size := _size(each.values())) > 2 * size:
+            found, size = each, each_size
+    if not found:
         raise ValueError(
             f"{needed_by} needs repeated blocks (modules of one class, with parts of their own, in "
             "a ModuleList or Sequential), which this model has not: leave that setting out"
         )
     return found
+
+
+def _is_block(part: nn.Module) -> bool:
+    return any(part.children()) and not isinstance(part, nn.ModuleList)
+
+
+def _size(parts: Iterable[nn.Module]) -> int:
+    return sum({p: p.numel() for part in parts for p in part.parameters()}.values())
 
 
 def _outermost(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -81,8 +82,7 @@ def build(
 ) -> Learner:
     """`swa_start` is the run config's, in steps."""
     bare = new_model(config, task)
-    if not bare.training:
-        bare.train()  # as from_pretrained returns it; a part that alone is in eval mode stays so
+    _to_training(bare)
     freeze(bare, config.freeze)
     if config.gradient_checkpointing:
         gradient_checkpointing.enable(bare)
@@ -95,6 +95,16 @@ def build(
     average = _average(prepared, config.ema_decay, swa_start)
     averaged = average.in_place if average else getattr(built, "in_place", None)
     return Learner(bare, prepared, batchnorm, average, averaged, training_modules)
+
+
+def _to_training(bare: nn.Module) -> None:
+    """A part that its author froze in eval mode stays so; but `from_pretrained` returns all in eval
+    mode, which would go without dropout."""
+    loaded = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    for part in bare.modules():
+        trains = any(parameter.requires_grad for parameter in part.parameters())
+        if not part.training and (part is bare or (isinstance(part, loaded) and trains)):
+            part.train()
 
 
 def _average(prepared: Strategy, ema_decay: float | None, swa_start: int | None) -> Average | None:

@@ -17,6 +17,7 @@ from evenstep.sections import Section
 
 from pydantic import Field
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 Export = Callable[[nn.Module, Path], None]
 
@@ -59,6 +60,10 @@ def adapted(model: nn.Module, section: Lora | None) -> nn.Module:
         modules_to_save=_new_head(model) or None,
     )
     wrapped: nn.Module = get_peft_model(model, config)
+    for part in wrapped.modules():
+        # Statistics are no part of an adapter: those of the frozen weights stay what they are.
+        if isinstance(part, _BatchNorm) and not any(p.requires_grad for p in part.parameters()):
+            part.eval()
     return wrapped
 
 
@@ -78,14 +83,18 @@ def _check(targets: Sequence[str], model: nn.Module) -> None:
 
 
 def _new_head(model: Any) -> list[str]:
-    """The parts beside the base model that have weights; a language model's is not new."""
-    return [
-        name
+    """The parts beside the base model that have weights, but for a language model's output layer,
+    which is not new."""
+    output = model.get_output_embeddings()
+    sizes = {
+        name: sum(parameter.numel() for parameter in part.parameters())
         for name, part in model.named_children()
-        if name != model.base_model_prefix
-        and part is not model.get_output_embeddings()
-        and any(True for _ in part.parameters())
-    ]
+        if output is None or output not in part.modules()
+    }
+    base = model.base_model_prefix
+    if base not in sizes:  # CLIP's and SigLIP's classifiers have it under another name
+        base = max(sizes, key=lambda name: sizes[name])
+    return [name for name, size in sizes.items() if size and name != base]
 
 
 def exporting(task_export: Export | None) -> Export:

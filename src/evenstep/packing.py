@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from evenstep.labels import IGNORED
 from evenstep.texts import ROW, no_column
@@ -98,21 +98,31 @@ def texts(
     left_out: list[int] | None = None,
 ) -> Iterator[str]:
     """Those that are not empty. `left_out` gets the numbers of the rows that have none; where it is
-    None, they raise ValueError."""
+    None, they raise ValueError. So does a table without that column; of rows of a stream, any may
+    lack it."""
+    known = getattr(rows, "column_names", None)
     for place, row in enumerate(rows):
-        number = row.get(ROW, place)
-        if column not in row:
+        number, text = row.get(ROW, place), row.get(column)
+        if column not in row and (known or left_out is None):
             raise no_column(column, split, row, "task.text_column")
-        if isinstance(row[column], str):
-            if row[column]:
-                yield row[column]
+        if _is_unicode(text):
+            if text:
+                yield text
         elif left_out is not None:
             left_out.append(number)
         else:
             raise ValueError(
-                f"split {split!r}: row {number} has no text in column {column!r}: {row[column]!r}; "
+                f"split {split!r}: row {number} has no text in column {column!r}: {text!r}; "
                 "task.on_error=skip leaves such rows out"
             )
+
+
+def _is_unicode(text: Any) -> TypeGuard[str]:
+    """JSON may hold half a surrogate pair, "\\ud83d", which is no text."""
+    try:
+        return isinstance(text, str) and bool(text.encode() or True)
+    except UnicodeEncodeError:
+        return False
 
 
 def encode(documents: Iterable[str], tokenizer: Any) -> tuple[Integers, list[int], list[int]]:

@@ -84,12 +84,19 @@ def build(config: Config) -> TextSplits:
 
 def first_rows(location: Location, count: int) -> Any:
     """A `datasets.Dataset` of up to `count` rows."""
+    import pyarrow as pa
     from datasets import Dataset
 
     rows = list(rows_of(location)[0].take(count))
     if not rows:
         raise ValueError(f"{location.name}: no rows to evaluate on; eval=null switches it off")
-    return Dataset.from_list(rows)
+    names = dict.fromkeys(name for row in rows for name in row)  # a row may lack some
+    try:
+        return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise ValueError(
+            f"{location.name}: a column has values of several kinds or that no table holds: {error}"
+        ) from error
 
 
 def described(files: Sequence[str]) -> list[Any]:

@@ -123,6 +123,7 @@ def pretrained(section: TransformersConfig, auto: Any, model_config: Any) -> nn.
         dtype=torch.float32,  # by default the one in which the weights were saved, often bf16
         **_source(section),
     )
+    model.train()  # from_pretrained returns it in eval mode: without dropout
     return adapted(model, section.lora)
 
 

@@ -52,10 +52,14 @@ def build(config: Config, *, tokenizer: Any, sequence_length: int) -> nn.Module:
         length=sequence_length,
         length_key="task.sequence_length",
     )
-    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    text_config = model.config.get_text_config()  # a part of it where the model is of several
+    for holder in (model.config, text_config, model.generation_config):
+        holder.pad_token_id = tokenizer.pad_token_id
     # That token's row gets no gradient; but it may be the one that ends documents as well.
     model.get_input_embeddings().padding_idx = None
-    model.config.use_cache = False  # with a cache, no model looks for documents in position_ids
+    model.config.use_cache = text_config.use_cache = (
+        False  # with a cache, no model looks for documents in position_ids
+    )
     # Nor with the attention_mask that some ask for; padding is behind what is read.
     asks = "passing in an `attention_mask`"
     logging.getLogger("transformers.modeling_utils").addFilter(

@@ -7,11 +7,17 @@ configuration class, with fresh weights and without a download.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+from evenstep.classification import logits_of
 from evenstep.models import _transformers
+from evenstep.probing import trying
 
+import torch
 from torch import nn
+
+logger = logging.getLogger(__name__)
 
 
 class Config(_transformers.TransformersConfig):
@@ -46,8 +52,25 @@ def build(config: Config, *, tokenizer: Any, max_length: int, num_labels: int) -
         model_config.num_labels = num_labels
         model = _transformers.pretrained(config, AutoModelForSequenceClassification, model_config)
     # A decoder finds the last token of a text by it, and GPT-2 has none of its own.
-    model.config.pad_token_id = tokenizer.pad_token_id
+    pad_id = tokenizer.pad_token_id
+    model.config.pad_token_id = model.config.get_text_config().pad_token_id = pad_id
+    if getattr(model.config, "decoder_start_token_id", None) is None:
+        model.config.decoder_start_token_id = pad_id  # as T5 begins; a type's own default has none
     _transformers.check_text_fits(
         config, model, num_tokens=len(tokenizer), length=max_length, length_key="task.max_length"
     )
+    if _sees_padding(model, pad_id):
+        logger.warning(
+            "%s lets padding change what it makes of a text: a text's prediction depends a little "
+            "on the texts beside it",
+            config.name,
+        )
     return model  # type: ignore[no-any-return]
+
+
+def _sees_padding(model: nn.Module, pad_id: int) -> bool:
+    ids, mask = torch.tensor([[3, 4, 5, pad_id]]), torch.tensor([[1, 1, 1, 0]])
+    with trying(model):
+        alone = logits_of(model(input_ids=ids[:, :3], attention_mask=mask[:, :3]))
+        padded = logits_of(model(input_ids=ids, attention_mask=mask))
+    return bool((padded - alone).abs().max() > 1e-4 * alone.abs().max())

@@ -20,10 +20,11 @@ from typing import Annotated, Any, Literal
 from evenstep import packing, tokenization
 from evenstep.classification import logits_of, summed_cross_entropy
 from evenstep.labels import IGNORED
+from evenstep.probing import trying
 from evenstep.sections import Section
 from evenstep.streams import Streams
 from evenstep.task import Named, Table, Task, find_module
-from evenstep.texts import TextSplits
+from evenstep.texts import TextSplits, no_column
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,8 @@ def build(config: Config) -> Task:
     splits: TextSplits = data.build(config.data)
     streamed = isinstance(splits.train, Streams)
     known = splits.train.first_rows(TOKENIZER_ROWS) if streamed else splits.train
+    if streamed and not any(config.text_column in row for row in known):
+        raise no_column(config.text_column, "train", known[0], "task.text_column")
     tokenizer = make_tokenizer(config, known)
     share = packs(config)
     pack = partial(
@@ -151,23 +154,34 @@ def build_model(config: Config, tokenizer: Any, *, packed: bool) -> nn.Module:
             f"{config.model.name} does not keep the documents of a sequence apart by their "
             "position_ids; task.packing=false gives each a sequence of its own"
         )
+    if reads_ahead(model, packed):
+        raise ValueError(
+            f"{config.model.name} reads the tokens that it is to predict: it is no causal language "
+            "model. A type of BERT's kind is one with task.model.config.is_decoder=true"
+        )
     return model
 
 
-@torch.no_grad()
 def keeps_documents_apart(model: nn.Module) -> bool:
     """Whether a document has the same logits after another one in its sequence as it has alone."""
     whole: Any = model
     base = whole.get_base_model() if hasattr(model, "get_base_model") else whole  # under LoRA
     if "position_ids" not in inspect.signature(base.forward).parameters:
         return False
-    was_training = model.training
-    model.eval()
     ids, positions = torch.tensor([[3, 4, 5, 3, 6]]), torch.tensor([[0, 1, 2, 0, 1]])
-    packed = _logits(model, {"input_ids": ids, "position_ids": positions})[:, 3:]
-    alone = _logits(model, {"input_ids": ids[:, 3:], "position_ids": positions[:, 3:]})
-    model.train(was_training)
+    with trying(model):
+        packed = _logits(model, {"input_ids": ids, "position_ids": positions})[:, 3:]
+        alone = _logits(model, {"input_ids": ids[:, 3:], "position_ids": positions[:, 3:]})
     return bool((packed - alone).abs().max() <= 1e-4 * alone.abs().max())
+
+
+def reads_ahead(model: nn.Module, packed: bool) -> bool:
+    """Whether the logits at a token depend on the one that follows, which is their label."""
+    positions = {"position_ids": torch.arange(4)[None]} if packed else {}
+    texts = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[3, 4, 5, 3]])
+    with trying(model):
+        one, other = (_logits(model, {"input_ids": ids, **positions})[:, :3] for ids in texts)
+    return bool((one - other).abs().max() > 1e-5 * one.abs().max())
 
 
 def count(batch: Batch) -> int:
