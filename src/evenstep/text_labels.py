@@ -52,8 +52,8 @@ def _kind(values: Sequence[Any], declared: Sequence[str] | None) -> Kind:
     if any(isinstance(value, float) for value in known):
         if len(known) < len(values) and all(float(v).is_integer() for v in known):
             raise ValueError(
-                f"labels such as {known[0]} may be numbers or, as pandas writes them where some are "
-                "missing, classes: set task.kind=regression or task.kind=single_label"
+                f"labels such as {known[0]} with some missing may be numbers or classes, which "
+                "pandas then writes so: set task.kind=regression or task.kind=single_label"
             )
         return "regression"
     if known and not declared and all(isinstance(value, str) for value in known):

@@ -57,9 +57,8 @@ def build(config: Config, *, tokenizer: Any, sequence_length: int) -> nn.Module:
         holder.pad_token_id = tokenizer.pad_token_id
     # That token's row gets no gradient; but it may be the one that ends documents as well.
     model.get_input_embeddings().padding_idx = None
-    model.config.use_cache = text_config.use_cache = (
-        False  # with a cache, no model looks for documents in position_ids
-    )
+    # With a cache, no model looks for documents in position_ids.
+    model.config.use_cache = text_config.use_cache = False
     # Nor with the attention_mask that some ask for; padding is behind what is read.
     asks = "passing in an `attention_mask`"
     logging.getLogger("transformers.modeling_utils").addFilter(

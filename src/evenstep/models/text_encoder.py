@@ -54,12 +54,13 @@ def build(config: Config, *, tokenizer: Any, max_length: int, num_labels: int) -
     # A decoder finds the last token of a text by it, and GPT-2 has none of its own.
     pad_id = tokenizer.pad_token_id
     model.config.pad_token_id = model.config.get_text_config().pad_token_id = pad_id
-    if getattr(model.config, "decoder_start_token_id", None) is None:
+    starts = getattr(model.config, "decoder_start_token_id", None) is not None
+    if getattr(model.config, "is_encoder_decoder", False) and not starts:
         model.config.decoder_start_token_id = pad_id  # as T5 begins; a type's own default has none
     _transformers.check_text_fits(
         config, model, num_tokens=len(tokenizer), length=max_length, length_key="task.max_length"
     )
-    if _sees_padding(model, pad_id):
+    if _sees_padding(model, pad_id, tokenizer.eos_token_id):
         logger.warning(
             "%s lets padding change what it makes of a text: a text's prediction depends a little "
             "on the texts beside it",
@@ -68,8 +69,9 @@ def build(config: Config, *, tokenizer: Any, max_length: int, num_labels: int) -
     return model  # type: ignore[no-any-return]
 
 
-def _sees_padding(model: nn.Module, pad_id: int) -> bool:
-    ids, mask = torch.tensor([[3, 4, 5, pad_id]]), torch.tensor([[1, 1, 1, 0]])
+def _sees_padding(model: nn.Module, pad_id: int, end_id: int | None) -> bool:
+    last = 5 if end_id is None else end_id  # which BART reads a text off
+    ids, mask = torch.tensor([[3, 4, last, pad_id]]), torch.tensor([[1, 1, 1, 0]])
     with trying(model):
         alone = logits_of(model(input_ids=ids[:, :3], attention_mask=mask[:, :3]))
         padded = logits_of(model(input_ids=ids, attention_mask=mask))

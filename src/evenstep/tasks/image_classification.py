@@ -105,7 +105,8 @@ class Config(Section):
 
     class_weights: Literal["balanced"] | list[Weight] | None = None
     """Weights of the classes in the training loss: one number a class; balanced: the rarer a class,
-    the more a sample weighs, so that all have the same share; null: 1."""
+    the more a sample weighs, so that all have the same share; null: 1. An image that is skipped
+    counts as what it is labelled; so it does for balanced_sampling."""
 
     balanced_sampling: bool = False
     """Train on every class equally often: rare samples are repeated, frequent ones wait for a later
