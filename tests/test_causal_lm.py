@@ -255,6 +255,16 @@ def test_weights_refuse_a_tokenizer_and_sequences_that_do_not_fit(gpt2_style, te
         causal_lm.build(configured(texts, model=odd)).model()
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_model_that_reads_what_it_is_to_predict_is_refused(texts, packing):
+    config = {**GPT2, "intermediate_size": 32}
+    model = {"name": "bert", "config": config}
+    with pytest.raises(ValueError, match=r"bert reads the tokens .*config.is_decoder=true"):
+        causal_lm.build(configured(texts, model=model, packing=packing)).model()
+    decoder = {**model, "config": {**config, "is_decoder": True}}
+    assert causal_lm.build(configured(texts, model=decoder, packing=packing)).model().training
+
+
 def test_smoothing_spreads_labels_over_all_tokens_in_training_alone(texts):
     """Written out: the loss of a token is the mean price of all tokens, in its share."""
     smooth, plain = (causal_lm.build(configured(texts, label_smoothing=s)) for s in (0.1, 0.0))

@@ -196,3 +196,36 @@ def test_the_final_of_a_run_is_pointed_to(tmp_path):
     for name in ("runs/none/final", "./none", str(tmp_path / "none")):
         with pytest.raises(ValueError, match="no such folder, and it is no hub id"):
             TeacherConfig(name=name)
+
+
+def test_a_teacher_of_transformers_sees_what_its_own_processor_makes(tmp_path):
+    from transformers import (
+        EfficientNetImageProcessor,
+        MobileViTImageProcessor,
+        ViTConfig,
+        ViTForImageClassification,
+        ViTImageProcessor,
+    )
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    ViTForImageClassification(
+        ViTConfig(intermediate_size=8, num_labels=3, **sizes)
+    ).save_pretrained(tmp_path)
+
+    def seen(processor):
+        processor.save_pretrained(tmp_path)
+        image_teacher._read.cache_clear()
+        return image_teacher._read(str(tmp_path), None)[1]
+
+    square = {"height": 32, "width": 32}
+    plain = seen(ViTImageProcessor(size=square, do_normalize=False))
+    assert (plain.image_size, plain.mean, plain.std) == (32, [0.0] * 3, [1.0] * 3)
+    uncut = {"crop_size": {"height": 40, "width": 40}, "do_center_crop": False}
+    plainly = {"include_top": False, "rescale_offset": False}
+    assert seen(EfficientNetImageProcessor(size=square, **uncut, **plainly)).image_size == 32
+    for other in (
+        EfficientNetImageProcessor(size=square, **uncut, include_top=True),
+        MobileViTImageProcessor(size={"shortest_edge": 32}, crop_size=square),
+    ):
+        with pytest.raises(ValueError, match="ImageProcessor is not supported with its settings"):
+            seen(other)

@@ -1,6 +1,7 @@
 """Images, labels and splits: what is read from a folder or a table, and what is refused."""
 
 import logging
+import random
 import subprocess
 import sys
 
@@ -80,6 +81,17 @@ def test_floats_are_refused_because_their_range_is_unknown():
         eight_bit(picture(0.5, mode="F"))
 
 
+def test_grey_of_32_bits_with_few_values_is_refused_and_skipped():
+    """As 16 bits it would be black."""
+    dark = PIL.Image.fromarray(np.full((4, 4), 200, dtype="<i4"))
+    with pytest.raises(BadImage, match=r"up to 200 in 32 bits \(mode I\)"):
+        eight_bit(dark)
+    keys = {"channels": 1, "size": 4, "resizes": False}
+    assert ImageDataset([(dark, 0)], on_error="skip", **keys)[0][1] == IGNORED
+    with pytest.raises(BadImage, match=r"mode I.*task.on_error=skip"):
+        ImageDataset([(dark, 0)], on_error="stop", **keys)[0]
+
+
 def test_a_photo_is_turned_as_its_exif_says(tmp_path):
     exif = PIL.Image.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees
@@ -114,6 +126,20 @@ def test_a_constant_channel_can_be_divided_by():
         [0.2],
         [1.0],
     )
+
+
+def test_statistics_of_a_source_that_draws_are_the_same_each_time():
+    class Draws:
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            return torch.full((1, 2, 2), random.randrange(256), dtype=torch.uint8), 0
+
+    random.seed(1)
+    one = measure(Draws())
+    random.seed(2)
+    assert measure(Draws()) == one
 
 
 def test_statistics_read_a_bounded_number_of_images():

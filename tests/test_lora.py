@@ -4,16 +4,21 @@ import json
 import sys
 
 from evenstep.lora import Lora, adapted, exporting
+from evenstep.models import transformers
 
 import pytest
 import recipe_task
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
     RobertaConfig,
+    RobertaForCausalLM,
     RobertaForSequenceClassification,
     ViTForImageClassification,
 )
@@ -90,6 +95,42 @@ def test_the_new_head_of_a_text_classifier_is_trained_whole():
     assert len(whole) == 4
     assert all(name.endswith(end) for name, end in zip(whole, ends, strict=True))
     assert not any("classifier" in name for name in names if "lora_" in name)
+
+
+@pytest.mark.parametrize("kind", ["siglip", "clip"])
+def test_a_head_is_told_from_a_base_model_of_another_name(kind):
+    from transformers import AutoConfig, AutoModelForImageClassification
+
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "image_size", "patch_size"), 16)
+    config = AutoConfig.for_model(
+        kind, vision_config={**sizes, "num_hidden_layers": 1, "num_attention_heads": 2}
+    )
+    model = adapted(AutoModelForImageClassification.from_config(config), Lora(r=2))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert {n for n in names if "lora_" not in n} == {n for n in names if ".classifier." in n}
+    assert any("lora_A" in name for name in names)
+
+
+def test_a_head_that_holds_the_output_layer_is_not_new():
+    config = RobertaConfig(
+        vocab_size=20, num_hidden_layers=1, hidden_size=16, num_attention_heads=2,
+        intermediate_size=16, is_decoder=True,
+    )  # fmt: skip
+    model = adapted(RobertaForCausalLM(config), Lora())
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_a_pretrained_base_trains_with_dropout_and_keeps_its_statistics(tmp_path):
+    vit().save_pretrained(tmp_path / "vit")
+    names = {"hidden_sizes": [8, 8], "depths": [1, 1], "embedding_size": 8, "num_channels": 1}
+    ResNetForImageClassification(ResNetConfig(**names)).save_pretrained(tmp_path / "resnet")
+    for name in ("vit", "resnet"):
+        section = transformers.Config(name=str(tmp_path / name), lora=Lora(r=2, target_modules=None
+            if name == "vit" else ["convolution"]))  # fmt: skip
+        model = transformers.build(section, num_classes=3, channels=1, image_size=8)
+        norms = [part for part in model.modules() if isinstance(part, nn.BatchNorm2d)]
+        assert [part for part in model.modules() if not part.training] == norms
+    assert norms
 
 
 def test_final_is_the_merged_model_and_the_adapter_loads_on_the_base(tmp_path):

@@ -6,6 +6,7 @@ import random
 from evenstep import packing
 from evenstep.labels import IGNORED
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,17 @@ def test_rows_without_text_are_left_out_and_counted_where_that_is_asked_for(capl
     kept = packing.pack([{"text": "ab"}, {"text": "c"}], Letters(), 8)
     assert found.tokens.tolist() == kept.tokens.tolist()
     assert caplog.messages == ["left out: 2 rows without text of split 'evaluation'"]
+
+
+def test_half_a_surrogate_pair_is_no_text_and_a_stream_may_have_rows_without_the_column():
+    broken = [{"text": "ab"}, {"text": "c\ud83d"}, {"id": 1}]
+    assert packing.pack(broken, Letters(), 8, skip=True).tokens.tolist() == (
+        packing.pack(broken[:1], Letters(), 8).tokens.tolist()
+    )
+    with pytest.raises(ValueError, match=r"row 1 has no text in column 'text': .*ud83d"):
+        packing.pack(broken, Letters(), 8)
+    with pytest.raises(ValueError, match="no column 'txt'"):
+        packing.pack(datasets.Dataset.from_list(broken[:1]), Letters(), 8, column="txt", skip=True)
 
 
 def test_padding_counts_nowhere():

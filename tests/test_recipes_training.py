@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from launching import ROOT, command, metrics, run, summary, write_config
 from safetensors.torch import load_file
 from torch import nn
+from transformers import ViTModel
 
 pytestmark = pytest.mark.xdist_group("recipes_training")  # one process makes its fixture
 
@@ -33,6 +34,27 @@ pytestmark = pytest.mark.xdist_group("recipes_training")  # one process makes it
 def network():
     torch.manual_seed(0)
     return recipe_task.Blocks().double()
+
+
+def test_a_part_that_from_pretrained_made_trains_in_a_model_of_ones_own(tmp_path):
+    """And one that its author froze in eval mode does not."""
+    recipe_task.vit().save_pretrained(tmp_path)
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.fixed = (ViTModel.from_pretrained(tmp_path) for _ in range(2))
+            self.fixed.requires_grad_(False)
+            self.norm = nn.BatchNorm1d(3).eval()
+
+    config = SimpleNamespace(
+        seed=0, precision="fp32", reproducibility="rounding", compile=False, ema_decay=None,
+        gradient_checkpointing=False, freeze=(), optimizer=AdamW(lr=0.1),
+    )  # fmt: skip
+    task = SimpleNamespace(model=Own)
+    built = learner.build(config, task, Hardware(Accelerator(cpu=True), channel=None)).bare
+    assert all(part.training for part in built.backbone.modules())
+    assert not any(part.training for part in (*built.fixed.modules(), built.norm))
 
 
 def test_what_is_frozen_stays_bit_for_bit_and_all_else_is_trained():
@@ -199,6 +221,13 @@ def test_blocks_are_the_outermost_repeated_parts_in_order():
     assert list(blocks(nn.Sequential(*parts, nn.Linear(2, 2)), "a test")) == ["0", "1"]
     expected = [f"layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)]
     assert list(blocks(torchvision.models.resnet18(), "a test")) == expected
+
+
+def test_blocks_are_where_the_parameters_are():
+    stem = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(4)))
+    body = nn.ModuleList(nn.ModuleList([recipe_task.Block(16)]) for _ in range(3))
+    found = list(blocks(nn.ModuleDict({"stem": stem, "body": body}), "a test"))
+    assert found == [f"body.{i}.0" for i in range(3)]
 
 
 # --- early stopping ------------------------------------------------------------------------------

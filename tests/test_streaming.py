@@ -214,6 +214,22 @@ def test_a_broken_file_is_an_error_that_names_the_source(tmp_path):
             built(tmp_path / name)
 
 
+def test_evaluation_rows_may_lack_a_column_but_have_values_of_one_kind(tmp_path):
+    held_out = write_lines(tmp_path / "some.jsonl", '{"id": 1}', '{"text": "a"}')
+    rows = built(write(tmp_path / "a.jsonl"), eval={"name": str(held_out)}).eval
+    assert rows["text"] == [None, "a"]
+    mixed = write_lines(
+        tmp_path / "mixed.jsonl", '{"text": "a", "n": 1}', '{"text": "b", "n": "x"}'
+    )
+    with pytest.raises(ValueError, match=r"mixed.jsonl: a column has values of several kinds"):
+        built(write(tmp_path / "a.jsonl"), eval={"name": str(mixed)})
+
+
+def write_lines(path, *lines):
+    path.write_text("\n".join(lines))
+    return path
+
+
 def test_a_run_config_lists_sources(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     text = "task: {name: streaming_config, data: {name: streaming, sources: [%s]}}\n"

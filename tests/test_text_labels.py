@@ -129,3 +129,12 @@ def test_at_most_ten_rows_are_named(tmp_path):
 def test_a_missing_label_column_is_named(binary):
     with pytest.raises(ValueError, match="no column 'labels'; set task"):
         task(binary, label_column="labels")
+
+
+def test_whole_numbers_beside_a_missing_one_may_be_classes(tmp_path):
+    """pandas writes 0, 1 and nothing as 0.0, 1.0 and null."""
+    rows = [{"text": "a", "label": label} for label in (0.0, 1.0, None)]
+    keys = {"data": NO_EVALUATION, "on_error": "skip"}
+    with pytest.raises(ValueError, match=r"such as 0.0 with some missing.*task.kind=regression"):
+        task(written(tmp_path, rows), **keys)
+    assert task(tmp_path, kind="single_label", **keys).train_dataset.labels.tolist() == [0, 1]

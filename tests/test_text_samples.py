@@ -181,3 +181,33 @@ def test_lengths_that_the_weights_cannot_read_are_refused(binary, no_padding):
     a_task = task(binary, model={"name": str(no_padding)}, max_length=2000)
     with pytest.raises(ValueError, match=r"task\.max_length=1024"):
         a_task.model()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"name": "t5", "config": {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2}},
+        {
+            "name": "gemma3",
+            "config": {
+                "text_config": {
+                    **BERT["config"], "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300
+                }
+            },
+        },
+    ],
+    ids=lambda model: model["name"],
+)  # fmt: skip
+def test_models_of_several_parts_know_where_a_text_ends(binary, caplog, model):
+    a_task = task(binary, model=model)
+    network = a_task.model().eval()
+    together = network(**batch(a_task, range(6))["inputs"]).logits
+    alone = [network(**batch(a_task, [i])["inputs"]).logits for i in range(6)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
+    assert "lets padding change" not in caplog.text
+
+
+def test_a_model_that_sees_padding_is_warned_of(binary, caplog):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    task(binary, model={"name": "fnet", "config": sizes}).model()
+    assert "fnet lets padding change what it makes of a text" in caplog.text

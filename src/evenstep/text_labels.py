@@ -75,10 +75,14 @@ def _refuse_fractions(values: Sequence[str]) -> None:
 
 def _classes(kind: Kind, values: Sequence[Any], split: str) -> list[Any]:
     """The sorted distinct labels."""
-    known = [_first(values) if _missing(value) else value for value in values]
+    known = [_whole(_first(values) if _missing(value) else value) for value in values]
     if kind == "multi_label":
         known = [label for value in known for label in _listed(value)]
     return list(LabelMap.of(known, split).numbers)
+
+
+def _whole(label: Any) -> Any:
+    return int(label) if isinstance(label, float) and label.is_integer() else label
 
 
 def _values(rows: Any, column: str, split: str) -> tuple[list[Any], list[str] | None]:
@@ -91,7 +95,7 @@ def _values(rows: Any, column: str, split: str) -> tuple[list[Any], list[str] | 
 def _one(column: str, label_map: LabelMap, rows: Any, split: str) -> list[Label | None]:
     values = _values(rows, column, split)[0]
     # All of them, so that an error names the row.
-    filled = [next(iter(label_map.numbers)) if _missing(v) else v for v in values]
+    filled = [next(iter(label_map.numbers)) if _missing(v) else _whole(v) for v in values]
     numbers = label_map.encode(filled, split, texts.numbers(rows))
     return [None if _missing(v) else n for v, n in zip(values, numbers, strict=True)]
 
